@@ -1,0 +1,84 @@
+"""The contract of a feature map: a value made of pure functions."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+
+Params = Mapping[str, jax.Array]
+
+
+class Apply(Protocol):
+    """The signature of `FeatureMap.apply`."""
+
+    def __call__(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        is_query: bool,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Map the rows of one head; see `FeatureMap`."""
+
+
+class FeatureMap(NamedTuple):
+    """A feature map phi with phi(q) . phi(k) ~ kappa(q, k), for one mathematical kernel kappa.
+
+    Attributes:
+        dim: `dim(D)` is the number of features M for head size D.
+        init: `init(key, D, H)` returns `(trainable, constant)`, two flat dicts of arrays with
+            disjoint names. Every leaf leads with the head axis H, so that heads can be sliced and
+            sharded. Random projections that must not be trained are constants.
+        apply: `apply(params, x, is_query=..., positions=...)` maps the rows x [T, D] of ONE head to
+            [T, M]. `params` is `trainable | constant` of that head, without the leading H.
+            Row t of the result depends on row t of x (and positions[t]) only. The result has the
+            dtype of x; products, norms and exponentials are taken in float32.
+        non_negative: whether phi(q) . phi(k) >= 0 for all q, k. Signed maps must not be divided by
+            the plain sum of their scores.
+        normalize: the normaliser that is safe for this map, used when the caller names none.
+    """
+
+    dim: Callable[[int], int]
+    init: Callable[[jax.Array, int, int], tuple[Params, Params]]
+    apply: Apply
+    non_negative: bool
+    normalize: str
+
+
+def map_heads(
+    feature_map: FeatureMap,
+    params: Params,
+    x: jax.Array,
+    *,
+    is_query: bool,
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    """Apply a feature map to all heads: [B, T, Hx, D] -> [B, T, Hx, M].
+
+    Args:
+        feature_map: the map.
+        params: its parameters for H heads, `trainable | constant`.
+        x: queries or keys; Hx must be a multiple of H, and consecutive groups of Hx / H heads share
+            the parameters of one head (grouped queries).
+        is_query: whether x are queries.
+        positions: integer positions [T] or [B, T]; None means 0..T-1 for maps that need them.
+
+    Raises:
+        ValueError: if Hx is not a multiple of H.
+    """
+    B, T, Hx, D = x.shape
+    leaves = jax.tree.leaves(params)
+    H = leaves[0].shape[0] if leaves else Hx
+    if Hx % H:
+        raise ValueError(f"x has {Hx} heads, expected a multiple of the {H} heads of params.")
+
+    def one_head(head_params, rows, row_positions):
+        return feature_map.apply(head_params, rows, is_query=is_query, positions=row_positions)
+
+    batched = positions is not None and positions.ndim == 2
+    over_group = jax.vmap(one_head, (None, 1, None), 1)
+    over_heads = jax.vmap(over_group, (0, 1, None), 1)
+    over_batch = jax.vmap(over_heads, (None, 0, 0 if batched else None))
+    phi = over_batch(params, x.reshape(B, T, H, Hx // H, D), positions)
+    return phi.reshape(B, T, Hx, phi.shape[-1])

@@ -1,0 +1,1 @@
+"""Attention operations on features: `causal`, `bidirectional`, `decode_step`."""
