@@ -1,1 +1,14 @@
 """Feature maps, the mathematical kernels of linear attention. `FEATURE_MAPS` lists them by name."""
+
+import functools
+from collections.abc import Callable
+
+from lowrank_attn.features.base import FeatureMap as FeatureMap
+from lowrank_attn.features.llops import llops as llops
+from lowrank_attn.features.statistics import active_features as active_features
+from lowrank_attn.features.statistics import effective_rank as effective_rank
+
+FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
+    "llops": llops,
+    "llops_paper": functools.partial(llops, constants=False, tied=False),
+}

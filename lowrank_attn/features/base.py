@@ -45,40 +45,38 @@ class FeatureMap(NamedTuple):
     non_negative: bool
     normalize: str
 
+    def __call__(
+        self,
+        params: Params,
+        x: jax.Array,
+        *,
+        is_query: bool,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply the map to all heads: [B, T, Hx, D] -> [B, T, Hx, M].
 
-def map_heads(
-    feature_map: FeatureMap,
-    params: Params,
-    x: jax.Array,
-    *,
-    is_query: bool,
-    positions: jax.Array | None = None,
-) -> jax.Array:
-    """Apply a feature map to all heads: [B, T, Hx, D] -> [B, T, Hx, M].
+        Args:
+            params: `trainable | constant` of H heads, every leaf leading with H.
+            x: queries or keys; Hx must be a multiple of H, and consecutive groups of Hx / H heads
+                share the parameters of one head (grouped queries).
+            is_query: whether x are queries.
+            positions: integer positions [T] or [B, T], for maps that depend on them.
 
-    Args:
-        feature_map: the map.
-        params: its parameters for H heads, `trainable | constant`.
-        x: queries or keys; Hx must be a multiple of H, and consecutive groups of Hx / H heads share
-            the parameters of one head (grouped queries).
-        is_query: whether x are queries.
-        positions: integer positions [T] or [B, T]; None means 0..T-1 for maps that need them.
+        Raises:
+            ValueError: if Hx is not a multiple of H.
+        """
+        B, T, Hx, D = x.shape
+        leaves = jax.tree.leaves(params)
+        H = leaves[0].shape[0] if leaves else Hx
+        if Hx % H:
+            raise ValueError(f"x has {Hx} heads, expected a multiple of the {H} heads of params.")
 
-    Raises:
-        ValueError: if Hx is not a multiple of H.
-    """
-    B, T, Hx, D = x.shape
-    leaves = jax.tree.leaves(params)
-    H = leaves[0].shape[0] if leaves else Hx
-    if Hx % H:
-        raise ValueError(f"x has {Hx} heads, expected a multiple of the {H} heads of params.")
+        def one_head(head_params, rows, row_positions):
+            return self.apply(head_params, rows, is_query=is_query, positions=row_positions)
 
-    def one_head(head_params, rows, row_positions):
-        return feature_map.apply(head_params, rows, is_query=is_query, positions=row_positions)
-
-    batched = positions is not None and positions.ndim == 2
-    over_group = jax.vmap(one_head, (None, 1, None), 1)
-    over_heads = jax.vmap(over_group, (0, 1, None), 1)
-    over_batch = jax.vmap(over_heads, (None, 0, 0 if batched else None))
-    phi = over_batch(params, x.reshape(B, T, H, Hx // H, D), positions)
-    return phi.reshape(B, T, Hx, phi.shape[-1])
+        batched = positions is not None and positions.ndim == 2
+        over_group = jax.vmap(one_head, (None, 1, None), 1)
+        over_heads = jax.vmap(over_group, (0, 1, None), 1)
+        over_batch = jax.vmap(over_heads, (None, 0, 0 if batched else None))
+        phi = over_batch(params, x.reshape(B, T, H, Hx // H, D), positions)
+        return phi.reshape(B, T, Hx, phi.shape[-1])

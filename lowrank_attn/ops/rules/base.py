@@ -1,0 +1,108 @@
+"""The contract of a state-update rule, and the masks that every rule's chunk needs."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+Gates = Mapping[str, jax.Array]
+
+
+class Step(Protocol):
+    """The signature of `Rule.step`."""
+
+    def __call__(
+        self, S: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, gates: Gates
+    ) -> tuple[jax.Array, jax.Array]:
+        """Advance one head by one token; see `Rule`."""
+
+
+class Chunk(Protocol):
+    """The signature of `Rule.chunk`."""
+
+    def __call__(
+        self,
+        S: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gates: Gates,
+        run: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Advance one head by C tokens; see `Rule`."""
+
+
+class Rule(NamedTuple):
+    """How the state S [M, P] of one head evolves, and what a query reads from it.
+
+    Both functions work on ONE head, in plain `jnp` on two-dimensional blocks, so that the same body
+    runs under `lax.scan` and inside a Pallas TPU block. They take S in float32 and return it in
+    float32, and return y in float32 whatever the dtype of q, k and v.
+
+    Attributes:
+        gates: names of the per-token gates that the rule reads. A gate of 0 leaves the state as it
+            is (decays are given as logarithms), so padding sets gates to 0.
+        step: `step(S, q, k, v, gates)` for one token, the recurrence as published: q, k [M], v [P],
+            gates name -> [G] or scalar. Returns (y [P], S). A token sees itself.
+        chunk: `chunk(S, q, k, v, gates, run)` for C tokens by matrix products: q, k [C, M],
+            v [C, P], gates name -> [C] or [C, G]. Returns (y [C, P], S). `run` [C] int32 counts the
+            state resets up to and including each token (0: the token continues S); None: no resets.
+    """
+
+    gates: tuple[str, ...]
+    step: Step
+    chunk: Chunk
+
+
+class Visibility(NamedTuple):
+    """Which pairs of tokens and states see each other inside a chunk, as float32 ones and zeros.
+
+    Attributes:
+        pairs: [C, C], 1 where query row t sees key column s.
+        start: [C, 1], 1 where a token still sees the state that entered the chunk.
+        end: [C, 1], 1 where a token is still in the state that leaves the chunk.
+        keep: scalar, 1 if the state that entered is still in the state that leaves.
+    """
+
+    pairs: jax.Array
+    start: jax.Array | float
+    end: jax.Array | float
+    keep: jax.Array | float
+
+
+def visibility(C: int, run: jax.Array | None) -> Visibility:
+    """Causal visibility in a chunk of C tokens whose state is reset where `run` [C] increases."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+    causal = row >= column
+    if run is None:
+        return Visibility(causal.astype(jnp.float32), 1.0, 1.0, 1.0)
+    same = run[:, None] == run[None, :]
+    last = run[C - 1]
+    return Visibility(
+        (causal & same).astype(jnp.float32),
+        (run == 0).astype(jnp.float32)[:, None],
+        (run == last).astype(jnp.float32)[:, None],
+        (last == 0).astype(jnp.float32),
+    )
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """Matrix product a . b over one axis of each, accumulated and returned in float32.
+
+    Two operands of the same low precision are multiplied as they are. Beside a float32 operand (the
+    state) a bfloat16 one is widened, and the platform's default precision applies: TF32 on GPUs,
+    one bfloat16 pass on TPUs, both at least as fine as bfloat16. Two float32 operands are
+    multiplied at full float32 precision everywhere.
+    """
+    full = a.dtype == b.dtype == jnp.float32
+    if a.dtype != b.dtype:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if full else jax.lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )

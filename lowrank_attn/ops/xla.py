@@ -1,0 +1,130 @@
+"""Chunked linear attention in plain `jnp`, for every platform."""
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.rules.base import dot
+
+# Training keeps the inputs and one state per this many tokens; states inside are recomputed.
+TOKENS_PER_SAVED_STATE = 1024
+
+
+def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """Scan `rule.chunk` over chunks, mapping the features of one chunk at a time.
+
+    Two nested scans: the outer one, over spans of about `TOKENS_PER_SAVED_STATE` tokens, is
+    rematerialised, so that its backward pass keeps q, k, v and one state per span, and recomputes
+    features and chunk states of one span while it walks back.
+    """
+    B, T, Hq, _ = args.q.shape
+    C = min(method.chunk_size, T)
+    chunks = -(-T // C)
+    spans = -(-T // max(TOKENS_PER_SAVED_STATE, C))
+    per_span = -(-chunks // spans)
+    padded = spans * per_span * C
+
+    if args.mask is None and padded != T:
+        args = args._replace(mask=jnp.ones((B, T), bool))
+    args = args._replace(
+        q_positions=jnp.broadcast_to(args.q_positions, (B, T)),
+        k_positions=jnp.broadcast_to(args.k_positions, (B, T)),
+    )
+    once = {"params": args.params, "state": None}
+
+    def cut(x):  # [B, T, ...] -> [spans, chunks per span, B, C, ...]
+        x = jnp.pad(x, [(0, 0), (0, padded - T)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(B, spans, per_span, C, *x.shape[2:]), 0, 2)
+
+    def chunk(S, args):
+        y, S = _chunk_all_heads(S, args._replace(**once), method)
+        return S, method.finish(y, args.v.dtype)
+
+    @jax.checkpoint
+    def span(S, args):
+        return jax.lax.scan(chunk, S, args)
+
+    per_token = jax.tree.map(cut, args._replace(params={}, state=None))
+    S, y = jax.lax.scan(span, method.join(args.state), per_token)
+    y = jnp.moveaxis(y, 2, 0).reshape(B, padded, Hq, -1)[:, :T]
+    return y, method.split(S)
+
+
+def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """Two matrix products: the state of all keys, then what each query reads from it.
+
+    Packed documents are read twice instead, causally forward and, without the token itself,
+    backward, since each document has a state of its own.
+    """
+    if args.reset is None:
+        return jax.checkpoint(lambda args: _read_total(args, method))(args)
+    S0 = method.join(args.state)
+    *_, v = method.map(args)
+    sums = method._replace(normalize="none")
+    args = args._replace(v=v.astype(jnp.float32))
+    y, state = causal(args._replace(state=State(S0, None)), sums)
+    later, _ = causal(_strictly_later(args, State(jnp.zeros_like(S0), None)), sums)
+    return method.finish(y + jnp.flip(later, 1), v.dtype), method.split(state.S)
+
+
+def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """One token, T = 1, as a chunk of one."""
+    y, S = _chunk_all_heads(method.join(args.state), args, method)
+    return method.finish(y, args.v.dtype), method.split(S)
+
+
+def _chunk_all_heads(S, args, method):
+    """Map one chunk and advance S [B, H, M, P]; returns unnormalised y [B, C, Hq, P] and S.
+
+    Queries of one group share keys, values and state, which are updated once.
+    """
+    phi_q, phi_k, v = method.map(args)
+    B, C, Hq, M = phi_q.shape
+    H = phi_k.shape[2]
+    run = None if args.reset is None else jnp.cumsum(args.reset.astype(jnp.int32), axis=1)
+    over_group = jax.vmap(method.rule.chunk, (None, 1, None, None, None, None), (1, None))
+    over_heads = jax.vmap(over_group, (0, 1, 1, 1, 1, None), (1, 0))
+    over_batch = jax.vmap(over_heads)
+    grouped = phi_q.reshape(B, C, H, Hq // H, M)
+    y, S = over_batch(S, grouped, phi_k, v, dict(args.gates), run)
+    return y.reshape(B, C, Hq, -1), S
+
+
+def _read_total(args, method):
+    phi_q, phi_k, v = method.map(args)
+    B, T, Hq, M = phi_q.shape
+    H = phi_k.shape[2]
+
+    def head(S, phi_q, phi_k, v):  # [M, P], [T, G, M], [S, M], [S, P]
+        S = S + dot(phi_k, v, (0, 0))
+        return dot(phi_q, S, (2, 0)), S
+
+    all_heads = jax.vmap(jax.vmap(head, (0, 1, 1, 1), (1, 0)))
+    y, S = all_heads(method.join(args.state), phi_q.reshape(B, T, H, Hq // H, M), phi_k, v)
+    return method.finish(y.reshape(B, T, Hq, -1), args.v.dtype), method.split(S)
+
+
+def _strictly_later(args, state):
+    """Arguments of a causal call that reads, at reversed time, only the keys after each token.
+
+    Keys are moved one place on in reversed order, so that the inclusive scan leaves the token
+    itself out; a key that lands in the next document is masked.
+    """
+    B, T = args.reset.shape
+    run = jnp.flip(jnp.cumsum(args.reset.astype(jnp.int32), axis=1), 1)
+    begins = jnp.concatenate([jnp.zeros((B, 1), bool), run[:, 1:] != run[:, :-1]], axis=1)
+    mask = jnp.ones((B, T), bool) if args.mask is None else args.mask
+
+    def later(x):  # the first row is padding
+        return jnp.pad(jnp.flip(x, 1)[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
+
+    return args._replace(
+        q=jnp.flip(args.q, 1),
+        k=later(args.k),
+        v=later(args.v),
+        mask=later(mask) & ~begins,
+        reset=begins,
+        q_positions=jnp.flip(jnp.broadcast_to(args.q_positions, (B, T)), 1),
+        k_positions=later(jnp.broadcast_to(args.k_positions, (B, T))),
+        state=state,
+    )
