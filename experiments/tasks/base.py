@@ -44,8 +44,8 @@ class DataError(ValueError):
 class Split:
     """N examples as a random-access sequence; a source for `grain.MapDataset`.
 
-    Example i is `{"tokens": int32 [max_length], "length": int32, "label": int32}`: its `length` ids
-    and then zeros. Zero may also be a proper id (a black pixel), so mask by `length`. With lengths
+    Example i is `{"tokens": [max_length], "length": int32, "label": int32}`: its `length` ids, in
+    the dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by `length`. With lengths
     [N, 2] (two documents an example) it is `tokens` [2, max_length] and `length` [2].
 
     Attributes:
@@ -77,12 +77,17 @@ class Split:
         """
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of {len(self)}")
-        length = self.lengths[i]
-        tokens = np.zeros((*length.shape, self.max_length), np.int32)
-        for j, row in enumerate(tokens.reshape(-1, self.max_length), start=i * length.size):
-            start, stop = self.offsets[j], self.offsets[j + 1]
-            row[: stop - start] = self.tokens[start:stop]
-        return {"tokens": tokens, "length": length, "label": self.labels[i]}
+        return {name: array[0] for name, array in self.take(np.array([i])).items()}
+
+    def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
+        """Give examples `indices` [B], padded and stacked: `tokens` [B, max_length], and so on."""
+        lengths = self.lengths[indices]
+        starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
+        column = np.arange(self.max_length)
+        real = column < lengths[..., None]
+        tokens = self.tokens[np.where(real, starts[..., None] + column, 0)]
+        tokens[~real] = 0
+        return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
