@@ -88,7 +88,11 @@ class Checkpoints:
         self._keep = _LatestAndBest()
         self._manager = ocp.CheckpointManager(
             self.folder,
-            item_names=("state", "data", "meta"),
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
+                "meta": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=self._keep, cleanup_tmp_directories=True
             ),
@@ -147,7 +151,7 @@ class Checkpoints:
             flat = self._manager.restore(step, args=args)["state"]
         except Exception as error:
             raise self._damaged(step, error) from error
-        return jax.tree.structure(like).unflatten(flat[name] for name in expected)
+        return jax.tree.unflatten(jax.tree.structure(like), [flat[name] for name in expected])
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The items `data` and `meta` of a checkpoint.

@@ -122,7 +122,8 @@ def format_config(config: Any) -> str:
 def config_hash(config: Any) -> str:
     """12 hexadecimal digits that name the settings which change the result.
 
-    They are the first of the sha256 of the canonical JSON of `to_dict(config, changes_result=True)`.
+    They are the first of the sha256 of the canonical JSON of the settings that
+    `to_dict(config, changes_result=True)` gives.
     """
     text = json.dumps(to_dict(config, changes_result=True), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

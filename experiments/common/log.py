@@ -83,12 +83,15 @@ class Clock:
         self._last_busy = time.perf_counter()
         self._paused += self._last_busy - start
 
-    def enqueued(self, tokens: int, was_idle: bool) -> None:
-        """A dispatch of so many tokens was handed over; `was_idle`: the one before had ended."""
+    def enqueued(self, was_idle: bool) -> None:
+        """A dispatch was handed over; `was_idle`: the one before had ended by then."""
         now = time.perf_counter()
         if was_idle:
             self._idle += now - self._last_busy
         self._last_busy = now
+
+    def computed(self, tokens: int) -> None:
+        """A dispatch of so many tokens has ended."""
         self._tokens += tokens
 
     def seen_busy(self) -> None:
@@ -118,12 +121,16 @@ class RunLog:
     or not the run was interrupted; all that depends on the clock is in the third.
     """
 
-    def __init__(self, run_dir: pathlib.Path, phase: str, step: int, steps: int):
-        """Open the logs of a phase that continues after `step`; later rows are dropped."""
-        self._csv = {
-            kind: CsvLog(run_dir / f"{phase}_{kind}.csv", step)
-            for kind in ("train", "eval", "timing")
-        }
+    def __init__(
+        self, run_dir: pathlib.Path, phase: str, step: int, steps: int, evaluated_step: int
+    ):
+        """Open the logs of a phase that continues after `step`.
+
+        Rows after that step are dropped, and so are evaluations after `evaluated_step`: both will
+        be written again.
+        """
+        last = {"train": step, "eval": evaluated_step, "timing": step}
+        self._csv = {kind: CsvLog(run_dir / f"{phase}_{kind}.csv", last[kind]) for kind in last}
         folder = str(run_dir / "tensorboard" / phase)
         self._board = SummaryWriter(folder, purge_step=step + 1)
         interval = 0.5 if sys.stderr.isatty() else 30.0

@@ -78,16 +78,14 @@ def adamw(
         raise ValueError(f"clip={clip!r} is unknown; known: {', '.join(CLIPPINGS)}.")
 
     def decayed(params: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(params)
-        return treedef.unflatten(
-            leaf.ndim >= 2 and not no_decay(name) for name, leaf in zip(leaf_names(params), leaves)
-        )
+        leaves, structure = jax.tree.flatten(params)
+        named = zip(leaf_names(params), leaves)
+        decays = [leaf.ndim >= 2 and not no_decay(name) for name, leaf in named]
+        return jax.tree.unflatten(structure, decays)
 
     def labels(params: Any) -> Any:
-        names = leaf_names(params)
-        return jax.tree.structure(params).unflatten(
-            "frozen" if frozen(name) else "trained" for name in names
-        )
+        names = ["frozen" if frozen(name) else "trained" for name in leaf_names(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), names)
 
     clipping = {
         "norm": optax.clip_by_global_norm(clip_at),

@@ -28,8 +28,8 @@ def plot_run(run_dir: str | pathlib.Path) -> pathlib.Path:
         for (kind, phase), rows in curves.items():
             if metric in rows[0]:
                 steps = [row["step"] for row in rows]
-                style = {"train": {"linewidth": 0.8, "alpha": 0.7}, "eval": {"marker": "."}}[kind]
-                axis.plot(steps, [row[metric] for row in rows], label=f"{phase} {kind}", **style)
+                style = {"train": "-", "eval": ".-"}[kind]
+                axis.plot(steps, [row[metric] for row in rows], style, label=f"{phase} {kind}")
         axis.set(xlabel="step", ylabel=metric)
         if axis.lines:
             axis.legend()

@@ -73,7 +73,7 @@ def write_result(
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """The commit of this code and whether tracked files differ from it; (None, None) outside git."""
+    """The commit of this code, and whether tracked files differ; (None, None) outside git."""
     commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", __file__) else None
     status = _git("status", "--porcelain", "--untracked-files=no")
     return (None, None) if commit is None or status is None else (commit, status != "")

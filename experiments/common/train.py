@@ -5,89 +5,16 @@ same folder continues after the last checkpoint, or says that the run is complet
 `experiments.common.log` for the files that a run leaves.
 """
 
-import dataclasses
-import math
 import pathlib
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-from experiments.common.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    check_description,
-    describe,
-    open_run,
-)
-from experiments.common.data import Source, train_iterator
-from experiments.common.evaluate import EvalFn, data_mesh, evaluate, place, replicated
-from experiments.common.flags import setting
-from experiments.common.log import Clock, RunLog
-from experiments.common.optimizer import leaf_names
+from experiments.common.checkpoint import describe, open_run
+from experiments.common.phase import LoopSettings, Phase
+from experiments.common.phase_run import PhaseRun
 from experiments.common.stop import StopSignals
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopSettings:
-    """Settings of the loop; an experiment's settings inherit from them."""
-
-    seed: int = setting(0, "of parameters, order of examples and noise", group="loop")
-    eval_every: int = setting(1000, "steps between evaluations", group="loop")
-    steps_per_dispatch: int = setting(8, "at most so many steps per call of a device", group="loop")
-    log_every: int = setting(10, "steps between rows", group="loop", changes_result=False)
-    checkpoint_every: int = setting(
-        1000, "steps between checkpoints", group="loop", changes_result=False
-    )
-    checkpoint_seconds: float = setting(
-        300.0, "seconds between checkpoints", group="loop", changes_result=False
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A part of a run with its own objective.
-
-    Attributes:
-        name: part of the names of files.
-        steps: number of optimiser steps.
-        batch_size: B; split over the local devices where it divides evenly.
-        source: the training examples.
-        init: `init(key, previous)` gives the float32 parameters; `previous` are the best parameters
-            of the phase before, None in the first.
-        loss_fn: `loss_fn(params, batch, key)` gives the loss, a scalar, and a dict of more scalars
-            to log (always the same names); `batch` holds arrays [B, ...].
-        optimizer: see `experiments.common.optimizer`.
-        eval_source: the examples of evaluations.
-        eval_fn: see `experiments.common.evaluate.evaluate`; every evaluation uses the same keys.
-        best_metric: the metric of `eval_fn` by which the best parameters are chosen.
-        best_mode: `max` or `min`.
-    """
-
-    name: str
-    steps: int
-    batch_size: int
-    source: Source
-    init: Callable[[jax.Array, Any], Any]
-    loss_fn: Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, Mapping]]
-    optimizer: optax.GradientTransformation
-    eval_source: Source
-    eval_fn: EvalFn
-    best_metric: str = "accuracy"
-    best_mode: str = "max"
-
-
-class TrainState(NamedTuple):
-    """What a step changes: parameters, the optimiser's state, steps done (int32)."""
-
-    params: Any
-    opt_state: Any
-    step: jax.Array
 
 
 class Outcome(NamedTuple):
@@ -108,10 +35,6 @@ class Outcome(NamedTuple):
     last: dict[str, float]
     seconds: float
     started: float
-
-
-class NonFiniteError(RuntimeError):
-    """A loss, a parameter or a metric became infinite or not a number."""
 
 
 def train(
@@ -137,4 +60,25 @@ def train(
         NonFiniteError: if training diverges; the last checkpoint before that is kept.
         SystemExit: with 143 after SIGTERM and 130 after SIGINT, when everything has been saved.
     """
-    raise NotImplementedError
+    if jax.process_count() > 1:
+        raise NotImplementedError("train runs in one process; start it on one host only.")
+    names = [phase.name for phase in phases]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"phases need different names, at least one; got {names}.")
+    run_dir = pathlib.Path(run_dir).absolute()
+    started = open_run(run_dir, config, vocabulary)
+    params, seconds = None, 0.0
+    with StopSignals() as stop:
+        for number, phase in enumerate(phases):
+            key = jax.random.fold_in(jax.random.key(settings.seed), number)
+            run = PhaseRun(phase, settings, run_dir, describe(config, vocabulary), key, params)
+            try:
+                run.run(stop)
+                params = run.best_params()
+            finally:
+                run.close()
+            seconds += run.seconds()
+        if stop.requested:
+            stop.exit("after the last step")
+    best, last = run.evaluations[run.best_step()], run.evaluations[phase.steps]
+    return Outcome(params, run.best_step(), best, last, seconds, started)
