@@ -72,9 +72,9 @@ class Attend(nnx.Module):
         trainable, constant = self.kernel.init(rngs.params(), qk_dim, num_kv_heads)
         trained = {name: nnx.Param(x.astype(param_dtype)) for name, x in trainable.items()}
         self.phi = nnx.Dict(trained | {name: Constant(x) for name, x in constant.items()})
-        self.gain = None
-        if self.normalize == "rms":
-            self.gain = nnx.Param(jnp.ones((num_heads, value_dim), param_dtype))
+        has_gain = self.normalize == "rms"
+        ones = jnp.ones((num_heads, value_dim), param_dtype)
+        self.gain = nnx.Param(ones) if has_gain else None
 
     def __call__(
         self,

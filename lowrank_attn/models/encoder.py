@@ -81,9 +81,9 @@ class Encoder(nnx.Module):
         self.positions = positions
         unit = nnx.initializers.normal(1.0)
         self.embedding = nnx.Embed(vocab_size, width, dtype=dtype, embedding_init=unit, rngs=rngs)
-        self.position = None
-        if positions == "learned":
-            self.position = nnx.Param(unit(rngs.params(), (max_length, width)))
+        learned = positions == "learned"
+        size = (max_length, width)
+        self.position = nnx.Param(unit(rngs.params(), size)) if learned else None
         self.cls = nnx.Param(jnp.zeros((width,))) if use_cls else None
         self.blocks = nnx.List(
             [
@@ -125,7 +125,7 @@ class Encoder(nnx.Module):
         B, T = tokens.shape
         if self.max_length < T:
             raise ValueError(f"tokens has length {T}, expected at most {self.max_length}.")
-        x = self.embedding(tokens)
+        x = self.embedding(tokens.astype(jnp.int32))
         if self.position is not None:
             x = x + self.position[...][:T].astype(x.dtype)
         elif self.positions == "sinusoidal":
@@ -177,11 +177,9 @@ class Classifier(nnx.Module):
         self.pooling = pooling
         self.two_towers = two_towers
         features = encoder.width * (4 if two_towers else 1)
-        self.hidden = None
-        if head_width is not None:
-            self.hidden = nnx.Linear(features, head_width, rngs=rngs)
-            features = head_width
-        self.head = nnx.Linear(features, num_classes, rngs=rngs)
+        deep = head_width is not None
+        self.hidden = nnx.Linear(features, head_width, rngs=rngs) if deep else None
+        self.head = nnx.Linear(head_width if deep else features, num_classes, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, mask: jax.Array, *, rngs: nnx.Rngs | None = None
