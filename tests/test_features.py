@@ -10,14 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_attn.features.base import map_heads
-from lowrank_attn.features.elu import elu
-from lowrank_attn.features.slay import slay, slay_paper
-from lowrank_attn.features.taylor import taylor
+from lowrank_attn.features import FEATURE_MAPS
 
-FEATURE_MAPS = {"slay": slay, "slay_paper": slay_paper, "taylor": taylor, "elu": elu}
 # Maps that see the direction of x only accept any norm; the others are tried up to 1e4.
-DIRECTIONAL = {"slay", "slay_paper"}
+DIRECTIONAL = {"slay", "slay_paper", "llops", "llops_paper"}
 T, D, H = 12, 16, 2
 
 maps = pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -133,7 +129,7 @@ def test_rows_are_independent(name):
 def test_heads_and_jit(name):
     feature_map, params = make(name)
     x = rows(5, (2, T, 2 * H, D))
-    phi = jax.jit(lambda p, x: map_heads(feature_map, p, x, is_query=False))(params, x)
+    phi = jax.jit(lambda p, x: feature_map(p, x, is_query=False))(params, x)
     for b in range(2):
         for h in range(2 * H):
             one = feature_map.apply(head(params, h // 2), x[b, :, h], is_query=False)
