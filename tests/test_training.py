@@ -467,6 +467,8 @@ def test_arguments_that_cannot_work_are_named(tmp_path):
             run_toy(config, tmp_path, pretrain_only(config, **changes))
 
     refused("best_metric='f1' .* known: loss", best_metric="f1")
+    refused("best_mode='most' is unknown; known: max, min", best_mode="most")
+    refused("steps=0 of phase 'pretrain' must be at least 1", steps=0)
     refused("parameter w must be float32, got int32", init=lambda *_: {"w": jnp.zeros(3, int)})
     refused(
         r"each must be a scalar, got shape \(6,\)",
@@ -531,6 +533,12 @@ def test_evaluation_counts_every_example_once(batch_size, source_type):
     metrics = evaluate.evaluate(jax.jit(eval_fn), {}, source, batch_size, jax.random.key(0))
     assert metrics["tokens"] == pytest.approx(source.tokens.sum() / 10, rel=1e-6)
     assert metrics["rows"] * len(batches) == pytest.approx(10)
+
+
+def test_metric_without_weight_is_refused():
+    source = ToySource(4, 0)
+    with pytest.raises(ValueError, match="'loss' a weight of 0 over all 4 examples"):
+        evaluate.evaluate(lambda *_: {"loss": (0.0, 0.0)}, {}, source, 2, jax.random.key(0))
 
 
 def test_empty_source_is_refused():
@@ -621,6 +629,7 @@ def test_flags_overrule_the_preset_and_the_preset_the_defaults():
         (["--widht=3"], "unknown flag --widht; did you mean --width? Known flags: seed, "),
         (["--pool=sum"], "mean|max"),
         (["--width=wide"], "width"),
+        (["--eval_every=0"], "eval_every=0 must be at least 1"),
         (["listops"], "unexpected argument 'listops'"),
     ],
 )
