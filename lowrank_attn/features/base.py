@@ -33,7 +33,7 @@ class FeatureMap(NamedTuple):
         apply: `apply(params, x, is_query=..., positions=...)` maps the rows x [T, D] of ONE head to
             [T, M]. `params` is `trainable | constant` of that head, without the leading H.
             Row t of the result depends on row t of x (and positions[t]) only. The result has the
-            dtype of x; products, norms and exponentials are taken in float32.
+            dtype of x; norms, exponentials, sums and element-wise products are taken in float32.
         non_negative: whether phi(q) . phi(k) >= 0 for all q, k. Signed maps must not be divided by
             the plain sum of their scores.
         normalize: the normaliser that is safe for this map, used when the caller names none.
