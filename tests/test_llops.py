@@ -160,9 +160,7 @@ def test_plain_sum_of_signed_scores_is_unsafe_and_not_the_default():
     feature_map = llops(2, M, constants=False, tied=False)
     params = unit_params(feature_map)
     x = normal(1, 1, 512, 1, D)
-    _, state = ops.bidirectional(
-        x, x, x, features=feature_map, params=params, normalize="sum"
-    )
+    _, state = ops.bidirectional(x, x, x, features=feature_map, params=params, normalize="sum")
     d = jnp.einsum("btm,bm->bt", feature_map(params, x, is_query=True)[:, :, 0], state.z[:, 0])
     assert 0.2 < jnp.mean(d < 0) < 0.8
     assert feature_map.normalize == "rms"

@@ -6,7 +6,15 @@ import pytest
 from conftest import assert_close, normal
 from flax import nnx
 
-from lowrank_attn.models.encoder import POOLINGS, POSITIONS, Classifier, Encoder, pool, sinusoids
+from lowrank_attn.models.encoder import (
+    LARGEST_ONE_HOT,
+    POOLINGS,
+    POSITIONS,
+    Classifier,
+    Encoder,
+    pool,
+    sinusoids,
+)
 
 B, T, V = 3, 12, 7
 
@@ -102,3 +110,28 @@ def test_bfloat16_keeps_float32_parameters_and_logits():
 def test_settings_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_embedding_of_small_vocabularies_has_no_scatter():
+    """Tens of thousands of additions into a few rows would dominate a step on accelerators."""
+
+    def loss(model, ids):
+        return jnp.sum(model(ids))
+
+    def program(vocab_size):
+        model = Encoder(
+            vocab_size, 20, num_layers=1, width=16, num_heads=2, mlp_width=16, rngs=nnx.Rngs(0)
+        )
+        graph, state = nnx.split(model)
+        grad = jax.grad(lambda state, ids: loss(nnx.merge(graph, state), ids))
+        return str(jax.make_jaxpr(grad)(state, tokens()))
+
+    assert "scatter" not in program(V)
+    assert "scatter" in program(LARGEST_ONE_HOT + 1)
+
+
+def test_small_and_large_vocabularies_embed_alike(monkeypatch):
+    model = encoder()
+    expected = model(tokens())
+    monkeypatch.setattr("lowrank_attn.models.encoder.LARGEST_ONE_HOT", 0)
+    assert_close(model(tokens()), expected)
