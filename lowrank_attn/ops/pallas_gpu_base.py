@@ -60,9 +60,27 @@ def ring(n: int | jax.Array, slots: int, free, fill) -> None:
 
         fill(i, slot)
 
+    drain(n, slots, free)
+
+
+def drain(n: int | jax.Array, slots: int, free) -> None:
+    """Wait until the last users of a ring that was filled n times are done."""
+
     @pl.loop(jnp.maximum(n - slots, 0), n)
     def _(i):
         plgpu.barrier_wait(free.at[mod(i, slots)])
+
+
+def as_operand(value: jax.Array, scratch):
+    """`value`, as the left operand of a product: itself, or in `scratch` if there is some.
+
+    The interpreter has no operands in registers; only for it is there scratch memory.
+    """
+    if scratch is None:
+        return value
+    scratch[...] = value
+    plgpu.commit_smem()
+    return scratch
 
 
 def pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:

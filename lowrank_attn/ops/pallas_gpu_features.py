@@ -53,7 +53,7 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
         n for n in range(64, M + 1, 64) if M % n == 0 and p * D * n * 2 <= THETA_BYTES
     )
     sub = 128 if p <= 2 and block % 128 == 0 else 64
-    tokens = _Tokens(B, T)
+    tokens = Tokens(B, T)
     parts, each = tokens.split(sides * Hx * (M // block))
 
     def body(theta_ref, b_ref, *refs):
@@ -94,13 +94,13 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
                 plgpu.barrier_wait(full.at[slot])
                 x = x_s.at[slot, pl.ds(wg * C, C)]
                 if form.norm_size:
-                    _normalize_rows(x, form.norm_size)
+                    normalize_rows(x, form.norm_size)
 
                 @pl.loop(0, block // sub)
                 def _(n):
                     at = pl.multiple_of(n * sub, sub)
                     to = pl.ds(m * block + at, sub)
-                    y = _product(
+                    y = product(
                         lambda j: (x, theta_s.at[j, :, pl.ds(at, sub)]),
                         lambda j: b_ref.at[side, head, j, to],
                         range(p),
@@ -133,7 +133,7 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
     )(Theta, b, *xs)
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """The tiles of TILE tokens of a batch, numbered from the first row on."""
 
     B: int
@@ -157,26 +157,27 @@ class _Tokens(NamedTuple):
         return ref.at[b, rows, h, columns]
 
 
-def _normalize_rows(tile, size):
+def normalize_rows(tile, size):
     """RMSNorm of the rows of a tile [C, D] in shared memory, in place; returns 1 / RMS [C].
 
     Rows are divided by their largest magnitude first, as their squares could overflow.
     """
     x = plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     scale = 1.0 / jnp.maximum(jnp.max(jnp.abs(x), axis=1), 1.0)
-    x = x * _over_columns(scale, x)
+    x = x * over_columns(scale, x)
     mean = jnp.sum(x * x, axis=1) * (1 / size)
     inverse = lax.rsqrt(mean + 1e-6 * scale * scale)
-    tile[...] = (x * _over_columns(inverse, x)).astype(jnp.bfloat16)
+    tile[...] = (x * over_columns(inverse, x)).astype(jnp.bfloat16)
     plgpu.commit_smem()
     return inverse * scale
 
 
-def _over_columns(a, like):
+def over_columns(a, like):
+    """[C] to the shape of `like`, [C, columns]."""
     return lax.broadcast_in_dim(a, like.shape, [0])
 
 
-def _product(operands, constants, factors, columns, y=None):
+def product(operands, constants, factors, columns, y=None):
     """The product over some factors j of operands(j) multiplied + constants(j), and of y.
 
     Two matrix products are in flight at a time. The result is [C, columns] float32.

@@ -14,7 +14,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from lowrank_attn.ops.pallas_gpu_base import SHARED_BYTES, C, best_split, launch, mod, ring, tiles
+from lowrank_attn.ops.pallas_gpu_base import (
+    SHARED_BYTES,
+    C,
+    as_operand,
+    best_split,
+    launch,
+    mod,
+    ring,
+    tiles,
+)
 
 MIN_TOKENS_PER_SEGMENT = 1024
 
@@ -57,10 +66,13 @@ class _Plan(NamedTuple):
     chunks: int  # per segment
     reverse: bool
 
+    def chunk(self, n):
+        """Where the n-th chunk of the scan lies."""
+        return self.segments * self.chunks - 1 - n if self.reverse else n
+
     def rows(self, ref, b, h, n, columns=slice(None)):
-        """The rows of chunk n, in the order of the scan, of one head of [B, T, heads, columns]."""
-        if self.reverse:
-            n = self.segments * self.chunks - 1 - n
+        """The rows of the n-th chunk of one head of [B, T, heads, columns]."""
+        n = self.chunk(n)
         head = lax.div(h, jnp.int32(self.H // ref.shape[2]))
         return ref.at[b, pl.ds(n * C, C), head, columns]
 
@@ -231,11 +243,7 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
                 def attend(scores, acc):
                     plgpu.wgmma(scores, q_s.at[slot], k_s.at[slot].transpose((1, 0)))
                     weights = jnp.where(visible, scores[...], 0.0).astype(jnp.bfloat16)
-                    operand = weights
-                    if interpret is not None:  # the interpreter has no operands in registers
-                        refs[0][wg] = weights
-                        plgpu.commit_smem()
-                        operand = refs[0].at[wg]
+                    operand = as_operand(weights, refs[0].at[wg] if refs else None)
                     plgpu.barrier_wait(S_full.at[copy])
                     plgpu.wgmma(acc, operand, v_s.at[slot])
                     plgpu.wgmma(acc, q_s.at[slot], S_s.at[copy])
@@ -245,13 +253,10 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
 
                     @pl.when(block == 0)
                     def _():
-                        d_ref[b, h, pl.ds((_position(position)) * C, C)] = d
+                        d_ref[b, h, pl.ds(plan.chunk(position) * C, C)] = d
 
                     d = d + jnp.where(d < 0, -denominator.epsilon, denominator.epsilon)
                     return acc[...] / lax.broadcast_in_dim(d, (C, columns), [0])
-
-                def _position(n):
-                    return segments * chunks - 1 - n if reverse else n
 
                 y = pl.run_scoped(
                     attend, plgpu.ACC((C, C), jnp.float32), plgpu.ACC((C, columns), jnp.float32)
