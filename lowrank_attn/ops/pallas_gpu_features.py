@@ -49,9 +49,7 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
     """
     B, T, Hx, D = xs[0].shape
     sides, H, p, _, M = Theta.shape
-    block = max(
-        n for n in range(64, M + 1, 64) if M % n == 0 and p * D * n * 2 <= THETA_BYTES
-    )
+    block = max(n for n in range(64, M + 1, 64) if M % n == 0 and p * D * n * 2 <= THETA_BYTES)
     sub = 128 if p <= 2 and block % 128 == 0 else 64
     tokens = Tokens(B, T)
     parts, each = tokens.split(sides * Hx * (M // block))
@@ -188,9 +186,7 @@ def product(operands, constants, factors, columns, y=None):
             for j, acc in zip(pair, accs, strict=True):
                 plgpu.wgmma(acc, *operands(j))
             for j, acc in zip(pair, accs, strict=True):
-                b = plgpu.load(
-                    constants(j), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-                )
+                b = plgpu.load(constants(j), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                 value = acc[...] + lax.broadcast_in_dim(b, acc.shape, [1])
                 y = value if y is None else y * value
             return y
