@@ -62,7 +62,8 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
     if needs_denominator(method.normalize):
         offset = 1.0 if method.normalize == "sum_plus_one" else 0.0
         denominator = Denominator(offset, method.epsilon)
-    M, P = args.state.S.shape[2:]
+    T, (M, P) = args.q.shape[1], args.state.S.shape[2:]
+    args = _pad_tokens(args, _up(T, 8))
     M_padded, P_padded = _up(M, 64), _up(P, 64)
     S = pad_to(pad_to(args.state.S, 2, M_padded), 3, P_padded)
     z = None if args.state.z is None else pad_to(args.state.z, 2, M_padded)
@@ -75,10 +76,20 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
         phi_q, phi_k, v = method._replace(normalize="none").map(args)
         phi_q, phi_k = pad_to(phi_q, 3, M_padded), pad_to(phi_k, 3, M_padded)
         y, S, z = attend(phi_q, phi_k, pad_to(v, 3, P_padded), S, z, denominator, interpret)
-    y = y[..., :P]
+    y = y[:, :T, :, :P]
     if denominator is None:
         y = apply_normalizer(y, None, method.normalize, method.epsilon)
     return y.astype(args.v.dtype), State(S[:, :, :M, :P], None if z is None else z[:, :, :M])
+
+
+def _pad_tokens(args, T):
+    """Add masked tokens up to T, which tensor maps take in multiples of 8."""
+    if args.q.shape[1] == T:
+        return args
+    mask = jnp.ones(args.k.shape[:2], bool) if args.mask is None else args.mask
+    q, k, v, mask = (pad_to(x, 1, T) for x in (args.q, args.k, args.v, mask))
+    q_positions, k_positions = (pad_to(x, -1, T) for x in (args.q_positions, args.k_positions))
+    return args._replace(q=q, k=k, v=v, mask=mask, q_positions=q_positions, k_positions=k_positions)
 
 
 def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:

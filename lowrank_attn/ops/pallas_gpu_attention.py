@@ -117,7 +117,7 @@ def map_and_attend(q, k, v, Theta, b, S, z, form: Form, denominator, interpret):
 
 
 def _map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret):
-    phi_q, phi_k = _map(q, k, Theta, b, form, interpret)
+    (phi_q, phi_k), _ = _map(q, k, Theta, b, form, interpret)
     return _attend(phi_q, phi_k, v, S, z, denominator, interpret)
 
 
@@ -126,7 +126,8 @@ def _map(q, k, Theta, b, form, interpret):
     if q.shape == k.shape:
         return features((q, k), Theta, b, form, interpret)
     sides = ((q,), Theta[:1], b[:1]), ((k,), Theta[1:], b[1:])
-    return [features(*side, form, interpret)[0] for side in sides]
+    phi, inverses = zip(*(features(*side, form, interpret) for side in sides), strict=True)
+    return (phi[0][0], phi[1][0]), (inverses[0][0], inverses[1][0])
 
 
 def _map_and_attend_fwd(q, k, v, Theta, b, S, z, form, denominator, interpret):
@@ -136,14 +137,17 @@ def _map_and_attend_fwd(q, k, v, Theta, b, S, z, form, denominator, interpret):
 
 def _map_and_attend_bwd(form, denominator, interpret, kept, cotangents):
     q, k, v, Theta, b, S, z, divided = kept
-    phi_q, phi_k = _map(q, k, Theta, b, form, interpret)
+    (phi_q, phi_k), inverses = _map(q, k, Theta, b, form, interpret)
     dphi_q, dphi_k, dv, dS, dz = _gradients(
         phi_q, phi_k, v, S, z, divided, *cotangents, denominator, interpret
     )
     Theta = Theta.astype(jnp.bfloat16)
-    dq, dTheta_q, db_q = feature_gradients(q, Theta[0], b[0], dphi_q, form, interpret)
-    dk, dTheta_k, db_k = feature_gradients(k, Theta[1], b[1], dphi_k, form, interpret)
-    return dq, dk, dv, jnp.stack([dTheta_q, dTheta_k]), jnp.stack([db_q, db_k]), dS, dz
+    (dq, *of_q), (dk, *of_k) = (
+        feature_gradients(x, inverse, Theta[i], b[i], dphi, form, interpret)
+        for i, (x, inverse, dphi) in enumerate(zip((q, k), inverses, (dphi_q, dphi_k), strict=True))
+    )
+    dTheta, db = (jnp.stack(pair) for pair in zip(of_q, of_k, strict=True))
+    return dq, dk, dv, dTheta, db, dS, dz
 
 
 map_and_attend.defvjp(_map_and_attend_fwd, _map_and_attend_bwd)

@@ -17,7 +17,7 @@ from lowrank_attn.ops.pallas_gpu_features import (
     WORKERS,
     Form,
     Tokens,
-    normalize_rows,
+    multiply,
     over_columns,
     product,
 )
@@ -26,12 +26,19 @@ COLUMNS = 64  # of Theta, at a time
 
 
 def feature_gradients(
-    x: jax.Array, Theta: jax.Array, b: jax.Array, g: jax.Array, form: Form, interpret=None
+    x: jax.Array,
+    inverse: jax.Array | None,
+    Theta: jax.Array,
+    b: jax.Array,
+    g: jax.Array,
+    form: Form,
+    interpret=None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients for x, Theta and b of one side.
 
     Args:
         x: [B, T, Hx, D], Theta: [H, p, D, M], b: [H, p, M], as for `features`.
+        inverse: what `features` returned with the features of x.
         g: [B, T, Hx, M] bfloat16, the gradient for the features.
         form: the static part of the map.
         interpret: see `pallas_gpu_base.launch`.
@@ -43,8 +50,8 @@ def feature_gradients(
     if p % 2:  # a factor of 1 makes the pairs complete
         Theta = jnp.concatenate([Theta, jnp.zeros((H, 1, D, M), Theta.dtype)], axis=1)
         b = jnp.concatenate([b, jnp.ones((H, 1, M), b.dtype)], axis=1)
-    dx = _input_gradient(x, Theta, b, g, form, interpret)
-    dTheta, db = _parameter_gradients(x, Theta, b, g, form, interpret)
+    dx = _input_gradient(x, inverse, Theta, b, g, form, interpret)
+    dTheta, db = _parameter_gradients(x, inverse, Theta, b, g, form, interpret)
 
     def of_heads(partial):  # [parts, Hx, ...] -> [H, ...]
         return jnp.sum(partial.reshape(-1, H, x.shape[2] // H, *partial.shape[2:]), axis=(0, 2))
@@ -52,24 +59,17 @@ def feature_gradients(
     return dx, of_heads(dTheta)[:, :p], of_heads(db[..., 0])[:, :p]
 
 
-def _pair_gradients(operands, constants, pair, p, g, squared):
+def _pair_gradients(operands, constants, inverse, pair, p, g, squared):
     """Gradients [C, COLUMNS] of two factors, float32, from that of the feature."""
     others = [j for j in range(p) if j not in pair]
-
-    def multiply(*accs):
-        for j, acc in zip(pair, accs, strict=True):
-            plgpu.wgmma(acc, *operands(j))
-        y = []
-        for j, acc in zip(pair, accs, strict=True):
-            b = plgpu.load(constants(j), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-            y.append(acc[...] + lax.broadcast_in_dim(b, acc.shape, [1]))
-        return y
-
     if others and squared:
-        rest = product(operands, constants, others, COLUMNS)
+        rest = product(operands, constants, inverse, others, COLUMNS)
     elif others:
-        g = product(operands, constants, others, COLUMNS, g)
-    y0, y1 = pl.run_scoped(multiply, *[plgpu.ACC((C, COLUMNS), jnp.float32)] * 2)
+        g = product(operands, constants, inverse, others, COLUMNS, g)
+    y0, y1 = pl.run_scoped(
+        lambda *accs: multiply(operands, constants, inverse, pair, accs),
+        *[plgpu.ACC((C, COLUMNS), jnp.float32)] * 2,
+    )
     if squared:
         g = 2.0 * g * y0 * y1
         if others:
@@ -77,7 +77,7 @@ def _pair_gradients(operands, constants, pair, p, g, squared):
     return g * y1, g * y0
 
 
-def _input_gradient(x, Theta, b, g, form, interpret):
+def _input_gradient(x, inverse, Theta, b, g, form, interpret):
     B, T, Hx, D = x.shape
     H, p, _, M = Theta.shape
     blocks = M // COLUMNS
@@ -87,7 +87,9 @@ def _input_gradient(x, Theta, b, g, form, interpret):
     tokens = Tokens(B, T)
     parts, each = tokens.split(Hx)
 
-    def body(x_ref, theta_ref, b_ref, g_ref, dx_ref, *refs):
+    def body(x_ref, theta_ref, b_ref, g_ref, *refs):
+        inverse_ref, *refs = refs if form.norm_size else (None, *refs)
+        dx_ref, *refs = refs
         theta_s, x_s, g_s, theta_full, theta_free, x_full, x_free, g_full, g_free, *refs = refs
         wg, h, part = (lax.axis_index(i) for i in ("wg", "h", "part"))
         first, count = part * each, tokens.count(part, each)
@@ -153,7 +155,7 @@ def _input_gradient(x, Theta, b, g, form, interpret):
                 x_slot = mod(i, 2)
                 x = x_s.at[x_slot, own]
                 plgpu.barrier_wait(x_full.at[x_slot])
-                inverse = normalize_rows(x, form.norm_size) if form.norm_size else None
+                inverse = _load_inverse(inverse_ref, tokens.row(first + i, h, wg))
 
                 def run(acc):
                     @pl.loop(0, blocks)
@@ -172,6 +174,7 @@ def _input_gradient(x, Theta, b, g, form, interpret):
                             pair = _pair_gradients(
                                 lambda j: (x, theta_s.at[slot, j]),
                                 lambda j: b_ref.at[head, j, columns],
+                                inverse,
                                 (j, j + 1),
                                 p,
                                 dy,
@@ -191,9 +194,9 @@ def _input_gradient(x, Theta, b, g, form, interpret):
 
                 dx = pl.run_scoped(run, plgpu.ACC((C, D), jnp.float32))
                 if form.norm_size:
-                    x_hat = plgpu.load(x, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                    along = jnp.sum(x_hat * dx, axis=1) * (1 / form.norm_size)
-                    dx = (dx - x_hat * over_columns(along, dx)) * over_columns(inverse, dx)
+                    rows = plgpu.load(x, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    along = jnp.sum(rows * dx, axis=1) * inverse * inverse * (1 / form.norm_size)
+                    dx = (dx - rows * over_columns(along, dx)) * over_columns(inverse, dx)
                 x[...] = dx.astype(jnp.bfloat16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(x, tokens.rows(dx_ref, first + i, h, worker=wg))
@@ -214,10 +217,16 @@ def _input_gradient(x, Theta, b, g, form, interpret):
     return launch(
         body, jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), grid={"h": Hx, "part": parts},
         warpgroups=WORKERS + 1, scratch=scratch, interpret=interpret,
-    )(x, Theta, b, g)  # fmt: skip
+    )(x, Theta, b, g, *([] if inverse is None else [inverse]))  # fmt: skip
 
 
-def _parameter_gradients(x, Theta, b, g, form, interpret):
+def _load_inverse(ref, at):
+    if ref is None:
+        return None
+    return plgpu.load(ref.at[at], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def _parameter_gradients(x, inverse, Theta, b, g, form, interpret):
     """Partial sums of dTheta [parts, Hx, p, D, M] and, in 8 equal columns, db [parts, Hx, p, M, 8].
 
     One block owns COLUMNS columns of two factors of one head, over a part of the tokens. Each of
@@ -228,10 +237,15 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
     H, p, _, M = Theta.shape
     slots = 2 if p < 6 else 1
     tokens = Tokens(B, T)
+    # the sums over tokens for db undo the factor of `inverse` that those for dTheta need
+    weights = jnp.ones((B, Hx, tokens.rounded)) if inverse is None else 1 / inverse
+    weights = jnp.broadcast_to(weights[:, :, None], (B, Hx, 8, tokens.rounded))
+    weights = weights.astype(jnp.bfloat16)
     parts, each = tokens.split(Hx * (M // COLUMNS) * (p // 2))
 
-    def body(x_ref, theta_ref, b_ref, g_ref, ones_ref, dtheta_ref, db_ref, *refs):
-        theta_s, x_s, dy_s, ones_s, once, full, free, dy_full = refs
+    def body(x_ref, theta_ref, b_ref, g_ref, weights_ref, *refs):
+        inverse_ref, *refs = refs if form.norm_size else (None, *refs)
+        dtheta_ref, db_ref, theta_s, x_s, dy_s, weights_s, once, full, free, dy_full = refs
         names = ("wg", "h", "m", "pair", "part")
         wg, h, m, pair, part = (lax.axis_index(i) for i in names)
         first, count = part * each, tokens.count(part, each)
@@ -244,7 +258,6 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
         @pl.when(wg == WORKERS)
         def _move_tiles():
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.copy_gmem_to_smem(ones_ref, ones_s, once)
             for j in range(p):
                 theta = theta_ref.at[head, factor(j), :, columns]
                 plgpu.copy_gmem_to_smem(theta, theta_s.at[j], once)
@@ -254,6 +267,9 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
                 plgpu.copy_gmem_to_smem(rows, x_s.at[slot], full.at[slot])
                 rows = tokens.rows(g_ref, first + i, h, columns)
                 plgpu.copy_gmem_to_smem(rows, dy_s.at[slot, 0], full.at[slot])
+                at, t = tokens.place(first + i)
+                rows = weights_ref.at[at, h, :, pl.ds(t, TILE)]
+                plgpu.copy_gmem_to_smem(rows, weights_s.at[slot], full.at[slot])
 
             ring(count, slots, free, fill)
 
@@ -269,25 +285,27 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
                     slot = mod(i, slots)
                     x = x_s.at[slot, own]
                     plgpu.barrier_wait(full.at[slot])
-                    if form.norm_size:
-                        normalize_rows(x, form.norm_size)
+                    inverse = _load_inverse(inverse_ref, tokens.row(first + i, h, wg))
                     dy = plgpu.load(dy_s.at[slot, 0, own], layout=plgpu.Layout.WGMMA)
                     dys = _pair_gradients(
                         lambda j: (x, theta_s.at[j]),
                         lambda j: b_ref.at[head, factor(j), columns],
+                        inverse,
                         (0, 1),
                         p,
                         lax.optimization_barrier(dy.astype(jnp.float32)),
                         form.squared,
                     )
-                    for k in range(2):
-                        dy_s[slot, k, own] = dys[k].astype(jnp.bfloat16)
+                    for k, dy in enumerate(dys):
+                        if inverse is not None:
+                            dy = dy * over_columns(inverse, dy)
+                        dy_s[slot, k, own] = dy.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(dy_full)
                     plgpu.barrier_wait(dy_full)
                     dy = dy_s.at[slot, wg]
                     plgpu.wgmma(theta_acc, x_s.at[slot].transpose((1, 0)), dy)
-                    plgpu.wgmma(b_acc, dy.transpose((1, 0)), ones_s.transpose((1, 0)))
+                    plgpu.wgmma(b_acc, dy.transpose((1, 0)), weights_s.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
 
@@ -302,8 +320,9 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
             )
 
     scratch = [
-        tiles(p, D, COLUMNS), tiles(slots, TILE, D), tiles(slots, 2, TILE, COLUMNS), tiles(8, TILE),
-        plgpu.Barrier(num_arrivals=p + 1), plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        tiles(p, D, COLUMNS), tiles(slots, TILE, D), tiles(slots, 2, TILE, COLUMNS),
+        tiles(slots, 8, TILE),
+        plgpu.Barrier(num_arrivals=p), plgpu.Barrier(num_arrivals=3, num_barriers=slots),
         plgpu.Barrier(num_arrivals=WORKERS, num_barriers=slots),
         plgpu.Barrier(num_arrivals=WORKERS),
     ]  # fmt: skip
@@ -314,4 +333,4 @@ def _parameter_gradients(x, Theta, b, g, form, interpret):
     grid = {"h": Hx, "m": M // COLUMNS, "pair": p // 2, "part": parts}
     return launch(
         body, out_type, grid=grid, warpgroups=WORKERS + 1, scratch=scratch, interpret=interpret
-    )(x, Theta, b, g, jnp.ones((8, TILE), jnp.bfloat16))
+    )(x, Theta, b, g, weights, *([] if inverse is None else [inverse]))

@@ -2,8 +2,9 @@
 
     phi(x) = prod_{j=1..p} (b_j + x_hat Theta_j), squared if asked for; x_hat = RMSNorm(x) or x
 
-Theta stays in shared memory; tiles of tokens pass by. Norms are taken in the kernel, where the tile
-already is. Tokens beyond T are read as zeros and never written, by the bounds of the tensor maps.
+Theta stays in shared memory; tiles of tokens pass by. Products are taken of the rows as they are and
+multiplied by the inverse norms after. Tokens beyond T are read as zeros and never written, by the
+bounds of the tensor maps.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,8 @@ class Form(NamedTuple):
     """The static part of the map.
 
     Attributes:
-        norm_size: the number of entries of a row of x that count, 0 for no RMSNorm of rows.
+        norm_size: the number of entries of a row of x that count, 0 for no RMSNorm of rows. Rows
+            whose squares overflow float32 (|x| > 1e18) get no meaningful features.
         squared: whether features are squared.
     """
 
@@ -33,7 +35,9 @@ class Form(NamedTuple):
     squared: bool
 
 
-def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> list[jax.Array]:
+def features(
+    xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
     """Map one side (queries or keys), or both in one launch.
 
     Args:
@@ -45,7 +49,8 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
         interpret: see `pallas_gpu_base.launch`.
 
     Returns:
-        For each x the features [B, T, Hx, M], bfloat16.
+        For each x the features [B, T, Hx, M], bfloat16, and 1 / RMS of its rows, float32
+        [B, Hx, T rounded up to tiles], or None without norm.
     """
     B, T, Hx, D = xs[0].shape
     sides, H, p, _, M = Theta.shape
@@ -56,6 +61,7 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
 
     def body(theta_ref, b_ref, *refs):
         x_refs, y_refs, refs = refs[:sides], refs[sides : 2 * sides], refs[2 * sides :]
+        inverse_refs, refs = (refs[:sides], refs[sides:]) if form.norm_size else ((), refs)
         theta_s, x_s, y_s, theta_full, full, free = refs
         wg, side, h, m, part = (lax.axis_index(i) for i in ("wg", "side", "h", "m", "part"))
         first, count = part * each, tokens.count(part, each)
@@ -91,8 +97,13 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
                 slot = mod(i, 2)
                 plgpu.barrier_wait(full.at[slot])
                 x = x_s.at[slot, pl.ds(wg * C, C)]
+                inverse = inverse_rms(x, form.norm_size) if form.norm_size else None
+
+                def store_inverse(ref):
+                    ref[tokens.row(first + i, h, wg)] = inverse
+
                 if form.norm_size:
-                    normalize_rows(x, form.norm_size)
+                    pl.when(m == 0)(lambda: of_side(inverse_refs, store_inverse))
 
                 @pl.loop(0, block // sub)
                 def _(n):
@@ -101,6 +112,7 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
                     y = product(
                         lambda j: (x, theta_s.at[j, :, pl.ds(at, sub)]),
                         lambda j: b_ref.at[side, head, j, to],
+                        inverse,
                         range(p),
                         sub,
                     )
@@ -126,9 +138,12 @@ def features(xs, Theta: jax.Array, b: jax.Array, form: Form, interpret=None) -> 
     ]  # fmt: skip
     grid = {"side": sides, "h": Hx, "m": M // block, "part": parts}
     out_type = [jax.ShapeDtypeStruct((B, T, Hx, M), jnp.bfloat16)] * sides
-    return launch(
+    if form.norm_size:
+        out_type += [jax.ShapeDtypeStruct((B, Hx, tokens.rounded), jnp.float32)] * sides
+    out = launch(
         body, out_type, grid=grid, warpgroups=WORKERS + 1, scratch=scratch, interpret=interpret
     )(Theta, b, *xs)
+    return out[:sides], out[sides:] or [None] * sides
 
 
 class Tokens(NamedTuple):
@@ -137,37 +152,42 @@ class Tokens(NamedTuple):
     B: int
     T: int
 
+    @property
+    def rounded(self):
+        """T rounded up to tiles."""
+        return pl.cdiv(self.T, TILE) * TILE
+
     def split(self, blocks):
         """Cut the tiles of each of `blocks` blocks into (parts, tiles per part)."""
-        n = self.B * pl.cdiv(self.T, TILE)
+        n = self.B * self.rounded // TILE
         each = pl.cdiv(n, best_split(blocks, min(n, 32)))
         return pl.cdiv(n, each), each
 
     def count(self, part, each):
         """Tiles of one part: the last may have fewer."""
-        return jnp.minimum(each, self.B * pl.cdiv(self.T, TILE) - part * each)
+        return jnp.minimum(each, self.B * self.rounded // TILE - part * each)
+
+    def place(self, i):
+        """The batch and the first token of tile i."""
+        per_row = jnp.int32(self.rounded // TILE)
+        return lax.div(i, per_row), lax.rem(i, per_row) * TILE
 
     def rows(self, ref, i, h, columns=slice(None), worker=None):
         """Tile i of head h of [B, T, H, columns], or the rows of one worker of it."""
-        per_row = jnp.int32(pl.cdiv(self.T, TILE))
-        b, t = lax.div(i, per_row), lax.rem(i, per_row) * TILE
+        b, t = self.place(i)
         rows = pl.ds(t, TILE) if worker is None else pl.ds(t + worker * C, C)
         return ref.at[b, rows, h, columns]
 
+    def row(self, i, h, worker):
+        """The index of the same rows in an array [B, H, rounded T]."""
+        b, t = self.place(i)
+        return b, h, pl.ds(t + worker * C, C)
 
-def normalize_rows(tile, size):
-    """RMSNorm of the rows of a tile [C, D] in shared memory, in place; returns 1 / RMS [C].
 
-    Rows are divided by their largest magnitude first, as their squares could overflow.
-    """
+def inverse_rms(tile, size):
+    """[C]: 1 / sqrt(mean(x^2) + 1e-6) of the rows of a tile in shared memory."""
     x = plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    scale = 1.0 / jnp.maximum(jnp.max(jnp.abs(x), axis=1), 1.0)
-    x = x * over_columns(scale, x)
-    mean = jnp.sum(x * x, axis=1) * (1 / size)
-    inverse = lax.rsqrt(mean + 1e-6 * scale * scale)
-    tile[...] = (x * over_columns(inverse, x)).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    return inverse * scale
+    return lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / size) + 1e-6)
 
 
 def over_columns(a, like):
@@ -175,22 +195,31 @@ def over_columns(a, like):
     return lax.broadcast_in_dim(a, like.shape, [0])
 
 
-def product(operands, constants, factors, columns, y=None):
-    """The product over some factors j of operands(j) multiplied + constants(j), and of y.
+def multiply(operands, constants, inverse, factors, accs):
+    """The factors inverse * (operands(j) multiplied) + constants(j), [C, columns] float32."""
+    for j, acc in zip(factors, accs, strict=True):
+        plgpu.wgmma(acc, *operands(j))
+    bs = [
+        plgpu.load(constants(j), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        for j in factors
+    ]
+    values = []
+    for b, acc in zip(bs, accs, strict=True):
+        y = acc[...]
+        y = y if inverse is None else y * over_columns(inverse, y)
+        values.append(y + lax.broadcast_in_dim(b, y.shape, [1]))
+    return values
 
-    Two matrix products are in flight at a time. The result is [C, columns] float32.
-    """
+
+def product(operands, constants, inverse, factors, columns, y=None):
+    """The product of some factors, as in `multiply`, and of y; two are in flight at a time."""
     for i in range(0, len(factors), 2):
 
-        def multiply(*accs, pair=factors[i : i + 2], y=y):
-            for j, acc in zip(pair, accs, strict=True):
-                plgpu.wgmma(acc, *operands(j))
-            for j, acc in zip(pair, accs, strict=True):
-                b = plgpu.load(constants(j), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                value = acc[...] + lax.broadcast_in_dim(b, acc.shape, [1])
+        def product_of_pair(*accs, pair=factors[i : i + 2], y=y):
+            for value in multiply(operands, constants, inverse, pair, accs):
                 y = value if y is None else y * value
             return y
 
         accs = [plgpu.ACC((C, columns), jnp.float32)] * len(factors[i : i + 2])
-        y = pl.run_scoped(multiply, *accs)
+        y = pl.run_scoped(product_of_pair, *accs)
     return y

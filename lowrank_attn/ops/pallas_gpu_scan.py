@@ -6,6 +6,7 @@ warpgroups turn it into outputs, and one moves tiles with the TMA engine. Tokens
 as zeros and never written, by the bounds of the tensor maps.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -136,7 +137,8 @@ def _plan(q, k, v, with_sum, reverse):
 
 def _prefix(first, totals):
     """The state that enters each segment: [B, H, 1, ..] and [B, H, N - 1, ..] to [B, H, N, ..]."""
-    return jnp.cumsum(jnp.concatenate([first, totals], axis=2), axis=2)
+    parts = jnp.split(totals, totals.shape[2], axis=2)
+    return jnp.concatenate(list(itertools.accumulate([first, *parts])), axis=2)
 
 
 def _ones():
@@ -154,7 +156,7 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
         z_ref, ones_ref, *refs = refs if with_sum else (None, None, *refs)
         y_ref, S_end_ref, *refs = refs
         z_end_ref, d_ref, *refs = refs if with_sum else (None, None, *refs)
-        q_s, k_s, v_s, S_s, y_s, full, free, S_full, S_free, *refs = refs
+        q_s, k_s, v_s, S_s, y_s, q_full, kv_full, free, S_full, S_free, *refs = refs
         z_s, ones_s, ones_full, *refs = refs if with_sum else (None, None, None, *refs)
         wg, b, h, g, block = (lax.axis_index(n) for n in ("wg", "b", "h", "segment", "block"))
         own = pl.ds(block * columns, columns)
@@ -167,9 +169,9 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
 
             def load(n, slot):
                 at = (b, h, g * chunks + n)
-                plgpu.copy_gmem_to_smem(plan.rows(k_ref, *at), k_s.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(plan.rows(v_ref, *at, own), v_s.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(plan.rows(q_ref, *at), q_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(plan.rows(k_ref, *at), k_s.at[slot], kv_full.at[slot])
+                plgpu.copy_gmem_to_smem(plan.rows(v_ref, *at, own), v_s.at[slot], kv_full.at[slot])
+                plgpu.copy_gmem_to_smem(plan.rows(q_ref, *at), q_s.at[slot], q_full.at[slot])
 
             ring(chunks, slots, free, load)
 
@@ -206,7 +208,7 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
                         z_s[copy] = z.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(S_full.at[copy])
-                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.barrier_wait(kv_full.at[slot])
                     k_t = k_s.at[slot].transpose((1, 0))
                     plgpu.wgmma(S_acc, k_t, v_s.at[slot])
                     if with_sum:
@@ -238,7 +240,8 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
                 n = i * readers + wg
                 slot, copy = mod(n, slots), mod(n, 2)
                 position = g * chunks + n
-                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_wait(kv_full.at[slot])
+                plgpu.barrier_wait(q_full.at[slot])
 
                 def attend(scores, acc):
                     plgpu.wgmma(scores, q_s.at[slot], k_s.at[slot].transpose((1, 0)))
@@ -279,7 +282,7 @@ def _scan_segments(q, k, v, S, z, plan, denominator, interpret):
     scratch = [
         tiles(slots, C, K), tiles(slots, C, K), tiles(slots, C, columns), tiles(2, K, columns),
         tiles(readers, C, columns),
-        plgpu.Barrier(num_arrivals=3, num_barriers=slots),
+        plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2),
     ]  # fmt: skip
@@ -316,15 +319,16 @@ def _segment_totals(k, v, plan, with_sum, interpret):
     Returns [B, H, segments - 1, K, V] and, with the sum, [B, H, segments - 1, K, 8], float32.
     """
     B, H, _, K, V, _, _, _, segments, chunks, _ = plan
-    workers = V // 64
-    slots = min((SHARED_BYTES - 1024) // (C * (K + V) * 2), 4)
-    registers = min((512 - 40) // workers // 8 * 8, 232)
+    workers = 1 if K % 128 else 2
+    rows = K // workers
+    slots = 4
 
     def body(k_ref, v_ref, ones_ref, *refs):
         S_ref, *refs = refs
         z_ref, *refs = refs if with_sum else (None, *refs)
         k_s, v_s, ones_s, full, free, ones_full = refs
-        wg, b, h, g = (lax.axis_index(n) for n in ("wg", "b", "h", "segment"))
+        wg, b, h, g, block = (lax.axis_index(n) for n in ("wg", "b", "h", "segment", "block"))
+        columns = pl.ds(block * 64, 64)
 
         @pl.when(wg == workers)
         def _move_tiles():
@@ -334,23 +338,23 @@ def _segment_totals(k, v, plan, with_sum, interpret):
             def load(n, slot):
                 at = (b, h, g * chunks + n)
                 plgpu.copy_gmem_to_smem(plan.rows(k_ref, *at), k_s.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(plan.rows(v_ref, *at), v_s.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(plan.rows(v_ref, *at, columns), v_s.at[slot], full.at[slot])
 
             ring(chunks, slots, free, load)
 
         @pl.when(wg < workers)
         def _sum():
-            plgpu.set_max_registers(registers, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             plgpu.barrier_wait(ones_full)
-            own = pl.ds(wg * 64, 64)
+            own = pl.ds(wg * rows, rows)
 
             def run(S_acc, z_acc):
                 @pl.loop(0, chunks)
                 def _(n):
                     slot = mod(n, slots)
                     plgpu.barrier_wait(full.at[slot])
-                    k_t = k_s.at[slot].transpose((1, 0))
-                    plgpu.wgmma(S_acc, k_t, v_s.at[slot, :, own])
+                    k_t = k_s.at[slot, :, own].transpose((1, 0))
+                    plgpu.wgmma(S_acc, k_t, v_s.at[slot])
                     if with_sum:
                         plgpu.wgmma(z_acc, k_t, ones_s.transpose((1, 0)))
                     plgpu.wgmma_wait(0)
@@ -359,25 +363,25 @@ def _segment_totals(k, v, plan, with_sum, interpret):
                 return S_acc[...], z_acc[...]
 
             S, z = pl.run_scoped(
-                run, plgpu.ACC((K, 64), jnp.float32), plgpu.ACC((K, 8), jnp.float32)
+                run, plgpu.ACC((rows, 64), jnp.float32), plgpu.ACC((rows, 8), jnp.float32)
             )
-            S_ref[b, h, g, :, own] = S
+            S_ref[b, h, g, own, columns] = S
             if with_sum:
 
-                @pl.when(wg == 0)
+                @pl.when(block == 0)
                 def _():
-                    z_ref[b, h, g] = z
+                    z_ref[b, h, g, own] = z
 
     shape = (B, H, segments - 1, K)
     out_type = [jax.ShapeDtypeStruct((*shape, V), jnp.float32)]
     if with_sum:
         out_type.append(jax.ShapeDtypeStruct((*shape, 8), jnp.float32))
     scratch = [
-        tiles(slots, C, K), tiles(slots, C, V), tiles(8, C),
+        tiles(slots, C, K), tiles(slots, C, 64), tiles(8, C),
         plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         plgpu.Barrier(num_arrivals=workers, num_barriers=slots), plgpu.Barrier(),
     ]  # fmt: skip
-    grid = {"b": B, "h": H, "segment": segments - 1}
+    grid = {"b": B, "h": H, "segment": segments - 1, "block": V // 64}
     return launch(
         body, out_type, grid=grid, warpgroups=workers + 1, scratch=scratch, interpret=interpret
     )(k, v, _ones())
