@@ -2,9 +2,9 @@
 
     phi(x) = prod_{j=1..p} (b_j + x_hat Theta_j), squared if asked for; x_hat = RMSNorm(x) or x
 
-Theta stays in shared memory; tiles of tokens pass by. Products are taken of the rows as they are and
-multiplied by the inverse norms after. Tokens beyond T are read as zeros and never written, by the
-bounds of the tensor maps.
+Theta stays in shared memory; tiles of tokens pass by. Products are taken of the rows as they are
+and multiplied by the inverse norms after. Tokens beyond T are read as zeros and never written, by
+the bounds of the tensor maps.
 """
 
 from typing import NamedTuple
