@@ -59,15 +59,15 @@ def feature_gradients(
     return dx, of_heads(dTheta)[:, :p], of_heads(db[..., 0])[:, :p]
 
 
-def _pair_gradients(operands, constants, inverse, pair, p, g, squared):
-    """Gradients [C, COLUMNS] of two factors, float32, from that of the feature."""
-    others = [j for j in range(p) if j not in pair]
+def _pair_gradients(operands, constants, inverse, p, g, squared):
+    """Gradients [C, COLUMNS] of factors 0 and 1 of p, float32, from that of the feature."""
+    others = range(2, p)
     if others and squared:
         rest = product(operands, constants, inverse, others, COLUMNS)
     elif others:
         g = product(operands, constants, inverse, others, COLUMNS, g)
     y0, y1 = pl.run_scoped(
-        lambda *accs: multiply(operands, constants, inverse, pair, accs),
+        lambda *accs: multiply(operands, constants, inverse, range(2), accs),
         *[plgpu.ACC((C, COLUMNS), jnp.float32)] * 2,
     )
     if squared:
@@ -170,23 +170,26 @@ def _input_gradient(x, inverse, Theta, b, g, form, interpret):
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(g_free.at[g_slot])
                         columns = pl.ds(n * COLUMNS, COLUMNS)
-                        for j in range(0, p, 2):
-                            pair = _pair_gradients(
-                                lambda j: (x, theta_s.at[slot, j]),
-                                lambda j: b_ref.at[head, j, columns],
+
+                        @pl.loop(0, p // 2)
+                        def _(pair):
+                            thetas = [theta_s.at[slot, mod(pair * 2 + j, p)] for j in range(p)]
+                            dys = _pair_gradients(
+                                lambda j: (x, thetas[j]),
+                                lambda j: b_ref.at[head, mod(pair * 2 + j, p), columns],
                                 inverse,
-                                (j, j + 1),
                                 p,
                                 dy,
                                 form.squared,
                             )
                             for k in range(2):
                                 a = as_operand(
-                                    pair[k].astype(jnp.bfloat16),
+                                    dys[k].astype(jnp.bfloat16),
                                     refs[0].at[wg, k] if refs else None,
                                 )
-                                plgpu.wgmma(acc, a, theta_s.at[slot, j + k].transpose((1, 0)))
+                                plgpu.wgmma(acc, a, thetas[k].transpose((1, 0)))
                             plgpu.wgmma_wait(0)
+
                         if not resident:
                             plgpu.barrier_arrive(theta_free.at[slot])
 
@@ -291,7 +294,6 @@ def _parameter_gradients(x, inverse, Theta, b, g, form, interpret):
                         lambda j: (x, theta_s.at[j]),
                         lambda j: b_ref.at[head, factor(j), columns],
                         inverse,
-                        (0, 1),
                         p,
                         lax.optimization_barrier(dy.astype(jnp.float32)),
                         form.squared,
