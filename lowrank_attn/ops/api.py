@@ -62,8 +62,9 @@ def causal(
         positions: [T] or [B, T] int, handed to `features`; None: 0..T-1.
         initial_state: what an earlier call returned; None: zeros.
         chunk_size: tokens that are processed together by chunked implementations.
-        implementation: `xla`, `reference`, or a sequence of names, of which the first that supports
-            the call is used, with a warning for each one that does not; None: the library's order.
+        implementation: `xla`, `pallas_gpu` (Hopper GPUs), `reference`, or a sequence of names, of
+            which the first that supports the call is used, with a warning for each one that does
+            not; None: the library's order.
 
     Returns:
         y [B, T, Hq, P] in the dtype of v, and the `State` after the last token, in float32.

@@ -22,13 +22,29 @@ MAX_HEAD_SIZE = 128
 
 
 def unsupported(op: str, args: Arguments, method: Method) -> str | None:
-    """Why the kernels cannot do a call and what would work, or None if they can."""
+    """Why the kernels cannot do a call and what would work, or None if they can.
+
+    Traced arrays have no device yet: of them only GPUs that are no Hopper are refused.
+    """
+    return _unsupported_call(op, args, method) or _unsupported_device(args.q)
+
+
+def _unsupported_device(x):
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    device = next(iter(x.devices())) if concrete else jax.devices()[0]
+    if device.platform != "gpu":
+        return (
+            f"it needs a Hopper GPU, q is on a {device.platform}; use `xla`" if concrete else None
+        )
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"it needs a GPU of compute capability 9.0 (Hopper), found {capability}; use `xla`"
+    return None
+
+
+def _unsupported_call(op, args, method):
     if not hasattr(plgpu, "InterpretGPUParams"):
         return f"it needs jax >= 0.11, found {jax.__version__}"
-    if jax.default_backend() == "gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-        if capability != "9.0":
-            return f"it needs a GPU of compute capability 9.0 (Hopper), found {capability}"
     if op != "causal":
         return "it has only `causal`; `xla` has all operations"
     if method.rule is not additive:
@@ -55,7 +71,9 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
     Raises:
         NotImplementedError: with the reason, if the kernels cannot do the call.
     """
-    reason = unsupported("causal", args, method)
+    reason = _unsupported_call("causal", args, method)
+    if interpret is None:
+        reason = reason or _unsupported_device(args.q)
     if reason is not None:
         raise NotImplementedError(reason)
     denominator = None
