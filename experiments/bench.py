@@ -6,6 +6,7 @@ rotate, so that small shapes do not run from the cache. Writes a CSV and a markd
 """
 
 import csv
+import functools
 import pathlib
 import re
 import time
@@ -160,20 +161,24 @@ def program(case: Case, implementation: str):
     return jax.jit(run)
 
 
+@functools.cache
+def outputs(small: Case, implementation: str) -> list[np.ndarray]:
+    """What an implementation computes at a small shape, the reference in float32."""
+    inputs = arrays(small, jax.random.key(3))
+    if implementation != "reference":
+        out = program(small, implementation)(**inputs)
+    else:
+        with jax.default_matmul_precision("float32"):
+            wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+            out = program(small, implementation)(**wide)
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(out)]
+
+
 def error(case: Case, implementation: str) -> float:
     """The largest relative error of an output or gradient against float32."""
-    small = case.small()
-    inputs = arrays(small, jax.random.key(3))
-    got = program(small, implementation)(**inputs)
-    with jax.default_matmul_precision("float32"):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-        want = program(small, "reference")(**wide)
-    errors = [
-        np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        / np.linalg.norm(np.asarray(b, np.float64))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    ]
-    return float(max(errors))
+    got, want = (outputs(case.small(), name) for name in (implementation, "reference"))
+    pairs = zip(got, want, strict=True)
+    return float(max(np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs))
 
 
 def milliseconds(run, sets, repeats: int) -> tuple[float, float]:
