@@ -23,6 +23,23 @@ class Apply(Protocol):
         """Map the rows of one head; see `FeatureMap`."""
 
 
+class ProductForm(NamedTuple):
+    """What a kernel needs to know of a map that is a product of learned projections.
+
+        phi(x) = prod_{j=1..p} (b_j + x_hat Theta_j), squared if `squared`
+
+    Attributes:
+        factors: `factors(params, is_query=...)` returns Theta [p, D, M] and b [p, M] of ONE head in
+            float32, with gains and multipliers folded in.
+        normalized: whether x_hat is x / sqrt(mean(x^2) + 1e-6), else it is x.
+        squared: whether the product is squared.
+    """
+
+    factors: Callable[..., tuple[jax.Array, jax.Array]]
+    normalized: bool
+    squared: bool
+
+
 class FeatureMap(NamedTuple):
     """A feature map phi with phi(q) . phi(k) ~ kappa(q, k), for one mathematical kernel kappa.
 
@@ -38,6 +55,8 @@ class FeatureMap(NamedTuple):
         non_negative: whether phi(q) . phi(k) >= 0 for all q, k. Signed maps must not be divided by
             the plain sum of their scores.
         normalize: the normaliser that is safe for this map, used when the caller names none.
+        product: the same map as a product of projections, for kernels that fuse it; None if it is
+            none. `apply` alone defines the map.
     """
 
     dim: Callable[[int], int]
@@ -45,6 +64,7 @@ class FeatureMap(NamedTuple):
     apply: Apply
     non_negative: bool
     normalize: str
+    product: ProductForm | None = None
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.features.base import FeatureMap
+from lowrank_attn.features.base import FeatureMap, ProductForm
 
 
 def llops(
@@ -115,12 +115,23 @@ def llops(
             phi = jnp.square(phi)
         return (M**-0.5 * phi).astype(x.dtype)
 
+    def factors(params, *, is_query):
+        side = 0 if tied or is_query else 1
+        each = M ** (-0.25 / p if squared else -0.5 / p)  # M^(-1/2), spread over the factors
+        W = params["W"][side, :, 0]
+        Theta = (each * scale * W.shape[1] ** -0.5) * W
+        if qk_norm:
+            Theta = Theta * params["gain"][0 if is_query else 1][:, None]
+        b = each * params["b"][side, :, 0] if constants else jnp.zeros((p, M), jnp.float32)
+        return Theta, b
+
     return FeatureMap(
         dim=lambda D: M,
         init=init,
         apply=apply,
         non_negative=squared,
         normalize="sum" if squared else "rms",
+        product=ProductForm(factors, qk_norm, squared) if t == 1 else None,
     )
 
 

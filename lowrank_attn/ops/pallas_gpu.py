@@ -1,0 +1,164 @@
+"""Causal linear attention by hand-written kernels for Hopper GPUs (Pallas Mosaic GPU).
+
+The rule is the additive one. Features that are products of projections (`FeatureMap.product`) are
+computed by a kernel, others by XLA before the scan; both are materialised, in bfloat16.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
+from lowrank_attn.ops.pallas_gpu_attention import attend, map_and_attend
+from lowrank_attn.ops.pallas_gpu_base import pad_to
+from lowrank_attn.ops.pallas_gpu_features import Form
+from lowrank_attn.ops.pallas_gpu_scan import Denominator
+from lowrank_attn.ops.rules.additive import additive
+
+MAX_FACTORS = 6
+MAX_FEATURES = 256
+MAX_HEAD_SIZE = 128
+
+
+def unsupported(op: str, args: Arguments, method: Method) -> str | None:
+    """Why the kernels cannot do a call and what would work, or None if they can.
+
+    Traced arrays have no device yet: of them only GPUs that are no Hopper are refused.
+    """
+    return _unsupported_call(op, args, method) or _unsupported_device(args.q)
+
+
+def _unsupported_device(x):
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    device = next(iter(x.devices())) if concrete else jax.devices()[0]
+    if device.platform != "gpu":
+        return (
+            f"it needs a Hopper GPU, q is on a {device.platform}; use `xla`" if concrete else None
+        )
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"it needs a GPU of compute capability 9.0 (Hopper), found {capability}; use `xla`"
+    return None
+
+
+def _unsupported_call(op, args, method):
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        return f"it needs jax >= 0.11, found {jax.__version__}"
+    if op != "causal":
+        return "it has only `causal`; `xla` has all operations"
+    if method.rule is not additive:
+        return "it has only the additive rule; `xla` has all rules"
+    if args.reset is not None:
+        return "it has no segment_ids; use `xla`, or one document per row"
+    for name in ("q", "k", "v"):
+        dtype = getattr(args, name).dtype
+        if dtype != jnp.bfloat16:
+            return f"{name} has dtype {dtype}, expected bfloat16; `xla` takes every dtype"
+    M, P = args.state.S.shape[2:]
+    if M > MAX_FEATURES:
+        return f"the map has {M} features, expected at most {MAX_FEATURES}; use `xla`"
+    if P > MAX_HEAD_SIZE:
+        return f"v has last axis {P}, expected at most {MAX_HEAD_SIZE}; use `xla`"
+    return None
+
+
+def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, State]:
+    """Features, scan and normaliser; see `ops.causal`.
+
+    `interpret` runs the kernels on a CPU, see `pallas_gpu_base.launch`.
+
+    Raises:
+        NotImplementedError: with the reason, if the kernels cannot do the call.
+    """
+    reason = _unsupported_call("causal", args, method)
+    if interpret is None:
+        reason = reason or _unsupported_device(args.q)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    denominator = None
+    if needs_denominator(method.normalize):
+        offset = 1.0 if method.normalize == "sum_plus_one" else 0.0
+        denominator = Denominator(offset, method.epsilon)
+    T, (M, P) = args.q.shape[1], args.state.S.shape[2:]
+    args = _pad_tokens(args, _up(T, 8))
+    M_padded, P_padded = _up(M, 64), _up(P, 64)
+    S = pad_to(pad_to(args.state.S, 2, M_padded), 3, P_padded)
+    z = None if args.state.z is None else pad_to(args.state.z, 2, M_padded)
+    if _fused(args, method):
+        v = args.v
+        if args.mask is not None:
+            v = jnp.where(args.mask[:, :, None, None], v, 0)
+        y, S, z = _fused_map(args, method, pad_to(v, 3, P_padded), S, z, denominator, interpret)
+    else:
+        phi_q, phi_k, v = method._replace(normalize="none").map(args)
+        phi_q, phi_k = pad_to(phi_q, 3, M_padded), pad_to(phi_k, 3, M_padded)
+        y, S, z = attend(phi_q, phi_k, pad_to(v, 3, P_padded), S, z, denominator, interpret)
+    y = y[:, :T, :, :P]
+    if denominator is None:
+        y = apply_normalizer(y, None, method.normalize, method.epsilon)
+    return y.astype(args.v.dtype), State(S[:, :, :M, :P], None if z is None else z[:, :, :M])
+
+
+def _pad_tokens(args, T):
+    """Add masked tokens up to T, which tensor maps take in multiples of 8."""
+    if args.q.shape[1] == T:
+        return args
+    mask = jnp.ones(args.k.shape[:2], bool) if args.mask is None else args.mask
+    q, k, v, mask = (pad_to(x, 1, T) for x in (args.q, args.k, args.v, mask))
+    q_positions, k_positions = (pad_to(x, -1, T) for x in (args.q_positions, args.k_positions))
+    return args._replace(q=q, k=k, v=v, mask=mask, q_positions=q_positions, k_positions=k_positions)
+
+
+def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """Not there.
+
+    Raises:
+        NotImplementedError: always, with the reason.
+    """
+    raise NotImplementedError(unsupported("bidirectional", args, method))
+
+
+def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """Not there.
+
+    Raises:
+        NotImplementedError: always, with the reason.
+    """
+    raise NotImplementedError(unsupported("decode_step", args, method))
+
+
+def _fused(args, method):
+    """Whether a kernel computes the features.
+
+    A mask enters there as zeros of v, which leaves the sum of features, the denominator, wrong.
+    """
+    product = getattr(method.features, "product", None)
+    if product is None or args.q.shape[-1] > MAX_HEAD_SIZE:
+        return False
+    if args.mask is not None and needs_denominator(method.normalize):
+        return False
+    Theta, _ = jax.eval_shape(lambda params: _factors(product, params, True), args.params)
+    return Theta.shape[1] <= MAX_FACTORS
+
+
+def _factors(product, params, is_query):
+    return jax.vmap(lambda params: product.factors(params, is_query=is_query))(params)
+
+
+def _fused_map(args, method, v, S, z, denominator, interpret):
+    product = method.features.product
+    D = args.q.shape[-1]
+    D_padded, M_padded = _up(D, 64), S.shape[2]
+    sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
+    Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
+    Theta = pad_to(pad_to(Theta, 3, D_padded), 4, M_padded)
+    q, k = pad_to(args.q, 3, D_padded), pad_to(args.k, 3, D_padded)
+    form = Form(D if product.normalized else 0, product.squared)
+    return map_and_attend(
+        q, k, v, Theta, pad_to(b, 3, M_padded), S, z, form, denominator, interpret
+    )
+
+
+def _up(n, multiple):
+    return -(-n // multiple) * multiple
