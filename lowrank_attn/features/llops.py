@@ -94,23 +94,21 @@ def llops(
             x_hat = x
         multiplier = scale * x.shape[-1] ** -0.5
 
-        def project(W):  # [t, D, M] -> [T, t, M]
+        def factor(j, r):  # two-dimensional products only, so that this runs in a Pallas TPU block
             precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-            return jax.lax.dot_general(
+            projected = multiplier * jax.lax.dot_general(
                 x_hat,
-                W.astype(x.dtype),
-                (((1,), (1,)), ((), ())),
+                params["W"][side, j, r].astype(x.dtype),
+                (((1,), (0,)), ((), ())),
                 precision=precision,
                 preferred_element_type=jnp.float32,
-            )
+            )  # [T, M]
+            return projected + params["b"][side, j, r] if constants else projected
 
-        factors = multiplier * jax.vmap(project)(params["W"][side])  # [p, T, t, M]
-        if constants:
-            factors = factors + params["b"][side][:, None]
-        product = functools.reduce(operator.mul, [factors[j] for j in range(p)])
-        if t > 1:
-            product = product * params["lambda"][side]
-        phi = jnp.sum(product, axis=1)
+        phi = 0.0
+        for r in range(t):
+            product = functools.reduce(operator.mul, [factor(j, r) for j in range(p)])
+            phi = phi + (product * params["lambda"][side, r] if t > 1 else product)
         if squared:
             phi = jnp.square(phi)
         return (M**-0.5 * phi).astype(x.dtype)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.ops import reference, xla
+from lowrank_attn.ops import pallas_tpu, reference, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.checks import check_gates, check_qkv, check_state, check_tokens
 from lowrank_attn.ops.normalize import needs_denominator
 from lowrank_attn.ops.rules import RULES, Rule
 
-IMPLEMENTATIONS = {"xla": xla, "reference": reference}
+IMPLEMENTATIONS = {"pallas_tpu": pallas_tpu, "xla": xla, "reference": reference}
 DEFAULT_IMPLEMENTATIONS = ("xla",)
 
 

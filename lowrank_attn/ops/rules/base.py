@@ -88,6 +88,16 @@ def visibility(C: int, run: jax.Array | None) -> Visibility:
     )
 
 
+def running_sum(x: jax.Array) -> jax.Array:
+    """Sums of x [C, G] over the rows up to and including each, as a matrix product.
+
+    `jnp.cumsum` cannot run inside a Pallas TPU block.
+    """
+    row = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) * 2, 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) * 2, 1)
+    return dot((row >= column).astype(x.dtype), x, (1, 0))
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Matrix product a . b over one axis of each, accumulated and returned in float32.
 
