@@ -87,16 +87,14 @@ def llops(
 
     def apply(params, x, *, is_query, positions=None):
         side = 0 if tied or is_query else 1
-        if qk_norm:
-            gain = params["gain"][0 if is_query else 1]
-            x_hat = (_rms_norm(x) * gain).astype(x.dtype)
-        else:
-            x_hat = x
         multiplier = scale * x.shape[-1] ** -0.5
+        gain = params["gain"][0 if is_query else 1] if qk_norm else 1.0
+        x_hat = _rms_norm(x) if qk_norm else x.astype(jnp.float32)
+        x_hat = (x_hat * (gain * multiplier)).astype(x.dtype)
 
         def factor(j, r):  # two-dimensional products only, so that this runs in a Pallas TPU block
             precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-            projected = multiplier * jax.lax.dot_general(
+            projected = jax.lax.dot_general(
                 x_hat,
                 params["W"][side, j, r].astype(x.dtype),
                 (((1,), (0,)), ((), ())),
@@ -130,6 +128,7 @@ def _rms_norm(x: jax.Array) -> jax.Array:
     """
     x = x.astype(jnp.float32)
     size = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1.0))
-    x = x / size
+    shrink = 1.0 / size
+    x = x * shrink
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + 1e-6 / jnp.square(size))
+    return x * jax.lax.rsqrt(mean_square + 1e-6 * jnp.square(shrink))

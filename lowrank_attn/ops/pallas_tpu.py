@@ -3,17 +3,76 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_attn.ops import pallas_tpu_decode, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.block_sizes import tpu_blocks
-from lowrank_attn.ops.pallas_tpu_scan import Scan, chunk_scan
+from lowrank_attn.ops.pallas_tpu_scan import Inputs, Scan, chunk_scan, too_large
 from lowrank_attn.ops.rules.base import dot
 
 # The backward pass keeps one state per this many tokens; states inside are recomputed.
 TOKENS_PER_SAVED_STATE = 1024
 
 
+def unsupported(op: str, args: Arguments, method: Method) -> str | None:
+    """Why this implementation cannot do the call of `op`; None if it can."""
+    for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"{name} has dtype {x.dtype}, but TPU kernels take float32 and bfloat16."
+    if op == "decode_step":
+        return pallas_tpu_decode.too_large(args, tpu_blocks().vmem_bytes)
+    reasons = []
+
+    def plan(args):
+        scans = _totals_and_reads if op == "bidirectional" and args.reset is None else _causal
+        reasons.extend(too_large(scan, inputs) for scan, inputs in scans(args, method))
+
+    jax.eval_shape(plan, args)
+    return next(filter(None, reasons), None)
+
+
 def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     """Scan `rule.chunk` over chunks with the state in vector memory; see `ops.causal`."""
+    _check("causal", args, method)
+    ((scan, inputs),) = _causal(args, method)
+    y, S = chunk_scan(scan, inputs)
+    return _tokens_first(y, args.q.shape[1]), method.split(S)
+
+
+def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """Two scans: the state of all keys, then what each query reads; see `ops.bidirectional`."""
+    _check("bidirectional", args, method)
+    if args.reset is not None:
+        return xla.read_packed(args, method, causal)
+    (total, keys), (read, queries) = _totals_and_reads(args, method)
+    _, S = chunk_scan(total, keys)
+    y, _ = chunk_scan(read, queries._replace(S=S))
+    return _tokens_first(y, args.q.shape[1]), method.split(S)
+
+
+def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:
+    """One token for all heads in one kernel; its gradient is that of `xla`."""
+    _check("decode_step", args, method)
+
+    @jax.custom_vjp
+    def step(args):
+        outside, features = _map_outside(args, method)
+        return pallas_tpu_decode.decode(outside, method, features, tpu_blocks().vmem_bytes)
+
+    def backward(args, cotangents):
+        return jax.vjp(lambda args: xla.decode_step(args, method), args)[1](cotangents)
+
+    step.defvjp(lambda args: (step(args), args), backward)
+    return step(args)
+
+
+def _check(op, args, method):
+    reason = unsupported(op, args, method)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+def _causal(args, method):
+    """The one scan of `causal` and its arrays."""
     args, features = _map_outside(args, method)
     T, Hq = args.q.shape[1:3]
     H, P = args.v.shape[2:]
@@ -42,22 +101,16 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     tokens = _pad(tokens, 1, padded)
     if args.reset is not None:
         tokens["resets"] = jnp.cumsum(tokens["reset"], axis=1)
-    y, S = chunk_scan(
-        scan,
-        method.join(args.state),
-        _pad(blocks, 3, padded),
-        _pad(rows, 2, padded),
-        args.params,
-        tokens,
-    )
-    return _tokens_first(y, T), method.split(S)
+    blocks, rows = _pad(blocks, 3, padded), _pad(rows, 2, padded)
+    return [(scan, Inputs(method.join(args.state), blocks, rows, args.params, {}, tokens))]
 
 
-def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """Two scans: the state of all keys, then what each query reads; see `ops.bidirectional`."""
+def _totals_and_reads(args, method):
+    """The two scans of `bidirectional`; the second one still has the initial state."""
     args, features = _map_outside(args, method)
     T, Hq = args.q.shape[1:3]
     S, H, P = args.v.shape[1:]
+    state = method.join(args.state)
 
     def add(S, blocks, rows, params, tokens):
         phi_k = _map_keys(features, blocks["k"][0], params, tokens)
@@ -70,25 +123,14 @@ def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
             ys.append(method.finish(dot(phi_q, S, (1, 0)), args.v.dtype))
         return ys, S
 
-    scan, padded = _plan(method, S, add, (0, P, args.v.dtype), "total", replay=False)
-    _, total = chunk_scan(
-        scan,
-        method.join(args.state),
-        _pad({"k": _heads_first(args.k), "v": _heads_first(args.v)}, 3, padded),
-        {},
-        args.params,
-        _pad(_key_tokens(args, padded), 1, padded),
-    )
-    scan, padded = _plan(method, T, read, (Hq // H, P, args.v.dtype), "read", replay=False)
-    y, _ = chunk_scan(
-        scan,
-        total,
-        _pad({"q": _heads_first(args.q, H)}, 3, padded),
-        {},
-        args.params,
-        _pad(_query_tokens(args), 1, padded),
-    )
-    return _tokens_first(y, T), method.split(total)
+    total, padded = _plan(method, S, add, (0, P, args.v.dtype), "total", replay=False)
+    blocks = _pad({"k": _heads_first(args.k), "v": _heads_first(args.v)}, 3, padded)
+    tokens = _pad(_key_tokens(args, padded), 1, padded)
+    keys = Inputs(state, blocks, {}, args.params, {}, tokens)
+    reads, padded = _plan(method, T, read, (Hq // H, P, args.v.dtype), "read", replay=False)
+    blocks = _pad({"q": _heads_first(args.q, H)}, 3, padded)
+    queries = Inputs(state, blocks, {}, args.params, {}, _pad(_query_tokens(args), 1, padded))
+    return [(total, keys), (reads, queries)]
 
 
 def _map_outside(args, method):

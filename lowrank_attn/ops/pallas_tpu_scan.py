@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import math
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ class Inputs(NamedTuple):
         blocks: name -> [B, H, G, T, X], floating.
         rows: name -> [B, H, T], floating.
         params: name -> [H, ...], floating.
-        constants: name -> [H, ...], the parameters of other dtypes.
+        constants: name -> [H, ...], parameters of other dtypes; `chunk_scan` moves them here.
         tokens: name -> [B, T], int32.
     """
 
@@ -66,13 +68,13 @@ class Inputs(NamedTuple):
     tokens: Arrays
 
 
-def chunk_scan(scan: Scan, S, blocks: Arrays, rows: Arrays, params: Arrays, tokens: Arrays):
-    """Scan `scan.body` over the chunks of every head; the arrays are those of `Inputs`.
+def chunk_scan(scan: Scan, inputs: Inputs) -> tuple[jax.Array | None, jax.Array]:
+    """Scan `scan.body` over the chunks of every head.
 
     Returns:
         y [B, H, G, T, P] (None if there is no output) and the last S [B, H, M, P], float32.
     """
-    shapes = {name: leaf.shape[1:] for name, leaf in params.items()}
+    shapes = {name: leaf.shape[1:] for name, leaf in inputs.params.items()}
 
     def body(S, blocks, rows, params, tokens):
         params = {name: leaf.reshape(shapes[name]) for name, leaf in params.items()}
@@ -80,12 +82,25 @@ def chunk_scan(scan: Scan, S, blocks: Arrays, rows: Arrays, params: Arrays, toke
 
     params = {  # a block of one head needs two axes behind the head axis
         name: leaf.reshape(leaf.shape[0], *(1,) * (3 - leaf.ndim), *leaf.shape[1:])
-        for name, leaf in params.items()
+        for name, leaf in inputs.params.items()
     }
     floating = {n: p for n, p in params.items() if jnp.issubdtype(p.dtype, jnp.floating)}
     constants = {n: p for n, p in params.items() if n not in floating}
-    inputs = _vary_alike(Inputs(S, blocks, rows, floating, constants, tokens))
+    inputs = _vary_alike(inputs._replace(params=floating, constants=constants))
     return _scan(scan._replace(body=body), *inputs)
+
+
+def too_large(scan: Scan, inputs: Inputs) -> str | None:
+    """Why a grid step of one head does not fit into vector memory; None if it does."""
+    for backward in (False, True):
+        needed = _head_bytes(scan, inputs, backward)
+        if needed > scan.vmem_bytes:
+            return (
+                f"{scan.name}: one head in chunks of {scan.chunk} tokens needs about "
+                f"{needed >> 20} MiB of vector memory, more than the {scan.vmem_bytes >> 20} MiB "
+                "of this TPU; lower the number of features, or chunk_size below 128."
+            )
+    return None
 
 
 def _vary_alike(tree):
@@ -186,18 +201,42 @@ class _Layout(NamedTuple):
 
 
 def _layout(scan, inputs, backward):
+    """As many heads per step as `scan` allows and vector memory holds."""
     B, H = inputs.S.shape[:2]
     T = next(iter(inputs.blocks.values())).shape[3]
     C, heads = (
         (scan.backward_chunk, scan.backward_heads) if backward else (scan.chunk, scan.heads)
     )
-    h = _divisor(H, heads)
-    b = _divisor(B, heads // h)
     chunks = scan.span // C if backward else 1
+    heads = min(heads, max(1, scan.vmem_bytes // _head_bytes(scan, inputs, backward)))
+    h = divisor(H, heads)
+    b = divisor(B, heads // h)
     return _Layout(C, chunks, b, h, T // (chunks * C), backward)
 
 
-def _divisor(n, most):
+def _head_bytes(scan, inputs, backward):
+    """About how much vector memory one head takes; blocks count twice as copies overlap work."""
+
+    def tile(x, rows=None):
+        rows = x.shape[-2] if rows is None else rows
+        bytes_of_row = -(-x.shape[-1] // 128) * 128 * x.dtype.itemsize
+        return -(-rows // 8) * 8 * bytes_of_row
+
+    C = scan.backward_chunk if backward else scan.chunk
+    tokens = scan.span if backward else C
+    M = inputs.S.shape[2]
+    G, width, dtype = scan.output
+    state = tile(inputs.S)
+    blocks = sum(x.shape[2] * tile(x, tokens) for x in inputs.blocks.values())
+    params = sum(math.prod(x.shape[1:-2]) * tile(x) for x in inputs.params.values() if x.ndim > 2)
+    y = G * tile(jax.ShapeDtypeStruct((tokens, width), dtype))
+    temporary = 2 * (1 + G) * C * (C + 3 * M)
+    if backward:
+        return 2 * (2 * blocks + 2 * params + y + 4 * state + temporary) + tokens // C * state
+    return 2 * (blocks + params + y + 3 * state) + state + temporary
+
+
+def divisor(n, most):
     """The largest divisor of n up to `most`."""
     return max(i for i in range(1, most + 1) if n % i == 0)
 
