@@ -1,11 +1,13 @@
 """Attention operations for TPUs: the feature map and the rule run inside Pallas kernels."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops import pallas_tpu_decode, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
-from lowrank_attn.ops.block_sizes import tpu_blocks
+from lowrank_attn.ops.block_sizes import TPUBlocks, tpu_blocks
 from lowrank_attn.ops.pallas_tpu_scan import Inputs, Scan, chunk_scan, too_large
 from lowrank_attn.ops.rules.base import dot
 
@@ -149,21 +151,46 @@ def _map_keys(features, k, params, tokens):
     return phi_k
 
 
+class Chunks(NamedTuple):
+    """How T tokens are cut; see `Scan`. `padded` is T rounded up to whole spans."""
+
+    chunk: int
+    backward_chunk: int
+    span: int
+    padded: int
+
+
+def plan_chunks(sizes: TPUBlocks, T: int, chunk_size: int) -> Chunks:
+    """Chunks of the size in the table, of T if that is less, of `chunk_size` if that is below 128.
+
+    Chunks are multiples of 16 tokens, the rows of one tile of bfloat16.
+    """
+    smaller = min(T, chunk_size) if chunk_size < 128 else T
+    backward_chunk = min(sizes.backward_chunk, _round_up(smaller, 16))
+    chunk = min(sizes.chunk, _round_up(smaller, backward_chunk))
+    chunks = -(-T // chunk)
+    spans = -(-chunks * chunk // TOKENS_PER_SAVED_STATE)
+    span = -(-chunks // spans) * chunk
+    return Chunks(chunk, backward_chunk, span, spans * span)
+
+
 def _plan(method, T, body, output, name, replay):
     """The scan over T tokens, and T padded to whole spans."""
     sizes = tpu_blocks()
-    unit = min(sizes.backward_chunk, _round_up(T, 16))
-    C = min(sizes.chunk, _round_up(T, unit))
-    if method.chunk_size < 128:
-        unit = C = min(unit, _round_up(method.chunk_size, 16))
-    chunks = -(-T // C)
-    spans = -(-chunks * C // TOKENS_PER_SAVED_STATE)
-    span = -(-chunks // spans) * C
+    chunks = plan_chunks(sizes, T, method.chunk_size)
     scan = Scan(
-        body, output, C, sizes.heads, unit, sizes.backward_heads, span, replay, sizes.vmem_bytes,
+        body,
+        output,
+        chunks.chunk,
+        sizes.heads,
+        chunks.backward_chunk,
+        sizes.backward_heads,
+        chunks.span,
+        replay,
+        sizes.vmem_bytes,
         f"{name}_attention",
-    )  # fmt: skip
-    return scan, spans * span
+    )
+    return scan, chunks.padded
 
 
 def _round_up(n, multiple):

@@ -54,7 +54,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
         "q": heads(args.q, G),
         "k": heads(args.k),
         "v": heads(args.v),
-        "gates": {n: heads(g.reshape(B, 1, H, -1)) for n, g in args.gates.items()},
+        "gates": {n: g.reshape(B, H, 1, -1) for n, g in args.gates.items()},
         "positions": [
             sequences(jnp.broadcast_to(x, (B, 1))) for x in (args.q_positions, args.k_positions)
         ],
@@ -80,7 +80,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
             for i, g in itertools.product(range(b), range(G)):
                 row = slice(i, i + 1)
                 gates = {
-                    n: x[0, j, 0, row, 0] if args.gates[n].ndim == 3 else x[0, j, 0, row]
+                    n: x[i, j].reshape(1) if args.gates[n].ndim == 3 else x[i, j]
                     for n, x in refs["gates"].items()
                 }
 
@@ -99,12 +99,18 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
     def per_head(x):
         return pl.BlockSpec((1, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0, 0))
 
+    def per_state(tree):
+        return {
+            n: pl.BlockSpec((b, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0))
+            for n, x in tree.items()
+        }
+
     per_token = pl.BlockSpec((1, b, 1), lambda j, s: (s, 0, 0))
     in_specs = {
         "q": per_head(inputs["q"]),
         "k": per_head(inputs["k"]),
         "v": per_head(inputs["v"]),
-        "gates": jax.tree.map(per_head, inputs["gates"]),
+        "gates": per_state(inputs["gates"]),
         "positions": [per_token, per_token],
         "mask": [per_token for _ in inputs["mask"]],
         "params": {
@@ -112,9 +118,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
             for n, p in inputs["params"].items()
         },
     }
-    state_specs = {
-        n: pl.BlockSpec((b, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0)) for n, x in state.items()
-    }
+    state_specs = per_state(state)
     y_shape = (B // b, H, G, b, P)
     varying = jax.typeof(args.v).manual_axis_type
 
