@@ -1,0 +1,16 @@
+"""Attention layers in Flax NNX (`layers.nnx`) and Flax Linen (`layers.linen`).
+
+`ATTENTION` lists, by name, the attention methods that are no feature map.
+"""
+
+from collections.abc import Callable
+
+from lowrank_attn.layers.base import AttentionMethod as AttentionMethod
+from lowrank_attn.layers.exact import poly, softmax, yat, yat_spherical
+
+ATTENTION: dict[str, Callable[..., AttentionMethod]] = {
+    "softmax": softmax,
+    "poly": poly,
+    "yat": yat,
+    "yat_spherical": yat_spherical,
+}

@@ -1,0 +1,1 @@
+"""What every experiment shares: flags, data plumbing, the training loop, checkpoints and logs."""

@@ -1,0 +1,88 @@
+"""Batches for training and evaluation, in an order that depends on the seed alone."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import grain
+import numpy as np
+
+Batch = Mapping[str, np.ndarray]
+
+
+class Source(Protocol):
+    """Examples by number.
+
+    `__getitem__(i)` gives one example as a dict of arrays of fixed shapes, `tokens` among them and,
+    where examples are padded, `length`. A source may also have `take(indices)`, which gives the
+    stacked arrays of several examples at once; it is used instead when it is there.
+    """
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        """One example."""
+        ...
+
+
+def take(source: Source, indices: np.ndarray) -> dict[str, np.ndarray]:
+    """Examples `indices` [B] of a source, stacked: each array is [B, ...]."""
+    if hasattr(source, "take"):
+        return dict(source.take(indices))
+    examples = [source[int(i)] for i in indices]
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def train_iterator(
+    source: Source, batch_size: int, steps_per_dispatch: int, seed: int
+) -> grain.DatasetIterator:
+    """An endless iterator over shuffled batches.
+
+    Every epoch is a new permutation of all the examples; epochs follow each other without a gap, so
+    a batch may hold the end of one and the start of the next, and no example is ever left out.
+    Batches are prepared by a background thread, whose progress is not part of the state.
+
+    Args:
+        source: the examples.
+        batch_size: B.
+        steps_per_dispatch: K.
+        seed: of the order, 0 <= seed < 2**32.
+
+    Returns:
+        An iterator over dicts of arrays [K, B, ...]. `get_state()` gives a small dict for JSON and
+        `set_state` continues from one with exactly the batches that would have followed.
+
+    Raises:
+        ValueError: if the source is empty.
+    """
+    if len(source) == 0:
+        raise ValueError("source has no examples.")
+
+    def gather(indices: np.ndarray) -> dict[str, np.ndarray]:
+        shape = (steps_per_dispatch, batch_size)
+        stacked = take(source, indices)
+        return {name: array.reshape(shape + array.shape[1:]) for name, array in stacked.items()}
+
+    order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
+    batches = order.batch(steps_per_dispatch * batch_size, batch_fn=np.asarray).map(gather)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+
+
+def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """Every example once, in order, in batches of one shape.
+
+    Yields:
+        Dicts of arrays [B, ...] with one more entry, `weight` [B] float32: 1 for an example, 0 for
+        the copies of the last example that fill up the last batch.
+
+    Raises:
+        ValueError: if the source is empty.
+    """
+    if len(source) == 0:
+        raise ValueError("source has no examples.")
+    for start in range(0, len(source), batch_size):
+        indices = np.arange(start, start + batch_size)
+        batch = take(source, np.minimum(indices, len(source) - 1))
+        batch["weight"] = (indices < len(source)).astype(np.float32)
+        yield batch

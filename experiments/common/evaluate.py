@@ -1,0 +1,73 @@
+"""Evaluation, and the placement of batches on devices that training shares with it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from experiments.common.data import Source, eval_batches
+
+# (params, batch, key) -> {name: (total, weight)}, two scalars each
+EvalFn = Callable[[Any, Mapping[str, jax.Array], jax.Array], Mapping[str, tuple]]
+
+
+def data_mesh() -> Mesh:
+    """All local devices on one axis, `data`."""
+    return Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def place(batch: Mapping[str, np.ndarray], mesh: Mesh, axis: int = 0) -> dict[str, jax.Array]:
+    """A batch on the devices: split along `axis` where that divides evenly, else replicated."""
+    size = next(iter(batch.values())).shape[axis]
+    spec = PartitionSpec(*[None] * axis, "data") if size % mesh.size == 0 else PartitionSpec()
+    return jax.device_put(dict(batch), NamedSharding(mesh, spec))
+
+
+def evaluate(
+    eval_fn: EvalFn,
+    params: Any,
+    source: Source,
+    batch_size: int,
+    key: jax.Array,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
+    """Metrics over every example of a source, each counted once for any batch size.
+
+    Args:
+        eval_fn: `eval_fn(params, batch, key)` gives, by name, a total over the batch and the
+            weight of that total (the number of examples or tokens); the metric is the sum of the
+            totals over the sum of the weights. It must leave out examples with
+            `batch["weight"] == 0`. Best jitted.
+        params: a pytree.
+        source: the examples.
+        batch_size: B.
+        key: batch i sees `fold_in(key, i)`.
+        stop: asked before each batch whether to give up.
+
+    Returns:
+        The metrics by name, or None if it gave up.
+    """
+    mesh = data_mesh()
+    sums: dict[str, np.ndarray] = {}
+    pending: Mapping[str, tuple] = {}
+    for i, batch in enumerate(eval_batches(source, batch_size)):
+        if stop():
+            return None
+        computed = eval_fn(params, place(batch, mesh), jax.random.fold_in(key, i))
+        _add(sums, pending)
+        pending = computed
+    _add(sums, pending)
+    return {name: float(total / weight) for name, (total, weight) in sums.items()}
+
+
+def _add(sums: dict[str, np.ndarray], totals: Mapping[str, tuple]) -> None:
+    """Add a batch's totals and weights in float64; it waits for the batch to be computed."""
+    for name, pair in totals.items():
+        sums[name] = sums.get(name, np.zeros(2)) + np.array(jax.device_get(pair), np.float64)

@@ -1,0 +1,77 @@
+"""What a phase of training is: its examples, its objective, and the settings of the loop."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from experiments.common.data import Source
+from experiments.common.evaluate import EvalFn
+from experiments.common.flags import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """Settings of the loop; an experiment's settings inherit from them."""
+
+    seed: int = setting(0, "of parameters, order of examples and noise", group="loop")
+    eval_every: int = setting(1000, "steps between evaluations", group="loop")
+    steps_per_dispatch: int = setting(
+        8,
+        "at most so many steps per dispatch; a divisor of steps and eval_every is taken",
+        group="loop",
+    )
+    log_every: int = setting(10, "steps between rows", group="loop", changes_result=False)
+    checkpoint_every: int = setting(
+        1000, "steps between checkpoints", group="loop", changes_result=False
+    )
+    checkpoint_seconds: float = setting(
+        300.0, "seconds between checkpoints", group="loop", changes_result=False
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a run with its own objective.
+
+    Attributes:
+        name: part of the names of files.
+        steps: number of optimiser steps.
+        batch_size: B; split over the local devices where it divides evenly.
+        source: the training examples.
+        init: `init(key, previous)` gives the float32 parameters; `previous` are the best parameters
+            of the phase before, None in the first.
+        loss_fn: `loss_fn(params, batch, key)` gives the loss, a scalar, and a dict of more scalars
+            to log (always the same names); `batch` holds arrays [B, ...].
+        optimizer: see `experiments.common.optimizer`.
+        eval_source: the examples of evaluations.
+        eval_fn: see `experiments.common.evaluate.evaluate`; every evaluation uses the same keys.
+        best_metric: the metric of `eval_fn` by which the best parameters are chosen.
+        best_mode: `max` or `min`.
+    """
+
+    name: str
+    steps: int
+    batch_size: int
+    source: Source
+    init: Callable[[jax.Array, Any], Any]
+    loss_fn: Callable[[Any, Mapping[str, jax.Array], jax.Array], tuple[jax.Array, Mapping]]
+    optimizer: optax.GradientTransformation
+    eval_source: Source
+    eval_fn: EvalFn
+    best_metric: str = "accuracy"
+    best_mode: str = "max"
+
+
+class TrainState(NamedTuple):
+    """What a step changes: parameters, the optimiser's state, steps done (int32)."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, a parameter or a metric became infinite or not a number."""

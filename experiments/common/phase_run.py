@@ -1,0 +1,287 @@
+"""One phase of training in one process: dispatches, logs, evaluations and checkpoints."""
+
+import functools
+import math
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments.common.checkpoint import Checkpoints, check_description
+from experiments.common.data import eval_batches, take, train_iterator
+from experiments.common.evaluate import data_mesh, evaluate, place, replicated
+from experiments.common.log import Clock, RunLog
+from experiments.common.optimizer import leaf_names
+from experiments.common.phase import LoopSettings, NonFiniteError, Phase, TrainState
+from experiments.common.stop import StopSignals
+
+
+class PhaseRun:
+    """One phase in one process: its state, its files, and what it has done so far."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        settings: LoopSettings,
+        run_dir: pathlib.Path,
+        description: Mapping[str, Any],
+        key: jax.Array,
+        previous: Any,
+    ):
+        """Make the first state or restore the newest, and open the logs there."""
+        self.phase, self.settings, self.description = phase, settings, description
+        self.mesh = data_mesh()
+        init_key, self.train_key, self.eval_key, order_key = jax.random.split(key, 4)
+        params = phase.init(init_key, previous)
+        _check_float32(params)
+        state = TrainState(params, phase.optimizer.init(params), jnp.zeros((), jnp.int32))
+        self.state = jax.device_put(state, replicated(self.mesh), may_alias=False)
+        self.step, self.earlier_seconds = 0, 0.0
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.eval_every = min(settings.eval_every, phase.steps)
+        self.k = _common_divisor(settings.steps_per_dispatch, phase.steps, self.eval_every)
+        self.batches = train_iterator(
+            phase.source, phase.batch_size, self.k, int(jax.random.bits(order_key))
+        )
+        self.checkpoints = Checkpoints(run_dir / "checkpoints" / phase.name)
+        self.saved_step = self.checkpoints.latest_step()
+        if self.saved_step is not None:
+            self._restore(self.saved_step)
+        self.log = RunLog(
+            run_dir, phase.name, self.step, phase.steps, max(self.evaluations, default=0)
+        )
+        self.clock = Clock()
+        self.began = self.saved_at = time.monotonic()
+        self.pending: tuple[int, int, dict[str, jax.Array]] | None = None
+
+    def _restore(self, step: int) -> None:
+        data, meta = self.checkpoints.read(step)
+        where = self.checkpoints.folder / str(step)
+        check_description(meta, self.description["config"], self.description["vocabulary"], where)
+        self.state = self.checkpoints.restore(step, self.state)
+        self.batches.set_state(data)
+        self.evaluations = dict(meta["evaluations"])
+        self.step, self.earlier_seconds = step, meta["seconds"]
+        how = "already complete" if step == self.phase.steps else "continuing"
+        _say(f"{self.phase.name}: {how}, step {step} of {self.phase.steps}")
+
+    def run(self, stop: StopSignals) -> None:
+        """Do what is left of the steps and evaluations, saving on the way."""
+        if self.phase.steps in self.evaluations:
+            return
+        with self.clock.paused():
+            self._compile_eval(stop)
+            if self.step < self.phase.steps:
+                self._compile_train(stop)
+        while True:
+            evaluated = self._evaluation_is_due() and self._evaluate(stop)
+            if evaluated or stop.requested or self._checkpoint_is_due():
+                with self.clock.paused():
+                    self._save()
+            if stop.requested:
+                self.checkpoints.wait()
+                stop.exit(self._where())
+            if self.step == self.phase.steps:
+                return
+            self._dispatch()
+
+    def _compile_train(self, stop: StopSignals) -> None:
+        phase = self.phase
+        first = take(phase.source, np.zeros(1, int))
+        shape = (self.k, phase.batch_size)
+        batches = {n: np.broadcast_to(x, shape + x.shape[1:]) for n, x in first.items()}
+        step = functools.partial(_step, phase.loss_fn, phase.optimizer, self.train_key)
+        every = replicated(self.mesh)
+        scan = jax.jit(
+            lambda state, batches: jax.lax.scan(step, state, batches),
+            donate_argnums=0,
+            out_shardings=(every, every),
+        )
+        train = scan.lower(self.state, place(batches, self.mesh, axis=1))
+        for name, metric in train.out_info[1].items():
+            if metric.shape != (self.k,):
+                raise ValueError(
+                    f"loss_fn of phase {phase.name!r}: {name} must be a scalar, "
+                    f"got shape {metric.shape[1:]}."
+                )
+        self.train_steps = stop.compile(train, self._where())
+
+    def _compile_eval(self, stop: StopSignals) -> None:
+        phase = self.phase
+        batch = place(next(eval_batches(phase.eval_source, phase.batch_size)), self.mesh)
+        evaluation = jax.jit(phase.eval_fn).lower(self.state.params, batch, self.eval_key)
+        if phase.best_metric not in evaluation.out_info:
+            raise ValueError(
+                f"best_metric={phase.best_metric!r} of phase {phase.name!r} is not a metric of its "
+                f"eval_fn; known: {', '.join(evaluation.out_info)}."
+            )
+        self.eval_fn = stop.compile(evaluation, self._where())
+
+    def _dispatch(self) -> None:
+        """Hand K steps to the devices, then look at the results of the K steps before."""
+        with self.clock.waiting():
+            batches = next(self.batches)
+        placed = place(batches, self.mesh, axis=1)
+        was_idle = self.pending is None or self.pending[-1]["loss"].is_ready()
+        self.state, metrics = self.train_steps(self.state, placed)
+        self.clock.enqueued(was_idle)
+        self._fetch()
+        if not metrics["loss"].is_ready():
+            self.clock.seen_busy()
+        self.pending = (self.step, _count_tokens(batches), metrics)
+        self.step += self.k
+
+    def _fetch(self) -> None:
+        """Log the metrics of the last dispatch; waits for it."""
+        if self.pending is None:
+            return
+        before, tokens, metrics = self.pending
+        self.pending = None
+        metrics = jax.device_get(metrics)
+        loss = metrics.pop("loss")
+        self.clock.computed(tokens)
+        logged = False
+        for i in range(self.k):
+            step = before + i + 1
+            if not np.isfinite(loss[i]):
+                self._diverged(f"the loss of step {step} is {loss[i]}")
+            if step % self.settings.log_every == 0 or step == self.phase.steps:
+                row = {"loss": loss[i]} | {name: metric[i] for name, metric in metrics.items()}
+                self.log.write("train", step, row)
+                logged = True
+        if logged:
+            self.log.write("timing", before + self.k, self.clock.read())
+        self.log.progress(before + self.k)
+
+    def _evaluation_is_due(self) -> bool:
+        due = self.step % self.eval_every == 0 or self.step == self.phase.steps
+        return due and self.step > 0 and self.step not in self.evaluations
+
+    def _evaluate(self, stop: StopSignals) -> bool:
+        """Whether the evaluation ran to its end."""
+        self._fetch()
+        with self.clock.paused():
+            metrics = evaluate(
+                self.eval_fn,
+                self.state.params,
+                self.phase.eval_source,
+                self.phase.batch_size,
+                self.eval_key,
+                lambda: stop.requested,
+            )
+        if metrics is None:
+            return False
+        if not np.isfinite(metrics[self.phase.best_metric]):
+            self._diverged(f"the evaluation after step {self.step} gives {metrics}")
+        self.log.write("eval", self.step, metrics)
+        self.evaluations[self.step] = metrics
+        return True
+
+    def _checkpoint_is_due(self) -> bool:
+        steps = self.step - (self.saved_step or 0)
+        seconds = time.monotonic() - self.saved_at
+        return steps >= self.settings.checkpoint_every or (
+            steps > 0 and seconds >= self.settings.checkpoint_seconds
+        )
+
+    def _save(self) -> None:
+        if self.step == self.saved_step:
+            return
+        self._fetch()
+        if not _all_finite(self.state):
+            self._diverged(f"the parameters or moments after step {self.step} are not finite")
+        self.log.sync()
+        meta = {
+            **self.description,
+            "evaluations": list(self.evaluations.items()),
+            "seconds": self.seconds(),
+        }
+        best = self.best_step() if self.evaluations else None
+        self.checkpoints.save(self.step, self.state, self.batches.get_state(), meta, best)
+        self.saved_step, self.saved_at = self.step, time.monotonic()
+
+    def best_step(self) -> int:
+        """The step of the best evaluation, the earliest of equals."""
+        sign = {"max": 1, "min": -1}[self.phase.best_mode]
+        scores = {
+            step: sign * metrics[self.phase.best_metric]
+            for step, metrics in self.evaluations.items()
+        }
+        return max(scores, key=lambda step: (scores[step], -step))
+
+    def best_params(self) -> Any:
+        """The parameters of the best evaluation."""
+        if self.best_step() == self.step:
+            return self.state.params
+        return self.checkpoints.restore(self.best_step(), self.state).params
+
+    def seconds(self) -> float:
+        """Time spent in this phase, over all processes of the run."""
+        return self.earlier_seconds + time.monotonic() - self.began
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self.checkpoints.close()
+        self.log.close()
+
+    def _where(self) -> str:
+        return f"in phase {self.phase.name!r} after step {self.step} of {self.phase.steps}"
+
+    def _diverged(self, what: str) -> NoReturn:
+        kept = self.saved_step
+        raise NonFiniteError(
+            f"phase {self.phase.name!r}: {what}. This state was not saved; "
+            + (
+                "there is no checkpoint."
+                if kept is None
+                else f"the last checkpoint is step {kept}."
+            )
+        )
+
+
+def _step(
+    loss_fn: Callable,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    state: TrainState,
+    batch: Mapping[str, jax.Array],
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimiser step; its randomness depends on the key and the number of the step alone."""
+    key = jax.random.fold_in(key, state.step)
+    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, key)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, opt_state, state.step + 1), {"loss": loss, **metrics}
+
+
+@jax.jit
+def _all_finite(state: TrainState) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
+def _check_float32(params: Any) -> None:
+    for name, leaf in zip(leaf_names(params), jax.tree.leaves(params)):
+        if leaf.dtype != jnp.float32:
+            raise ValueError(f"parameter {name} must be float32, got {leaf.dtype}.")
+
+
+def _common_divisor(limit: int, *numbers: int) -> int:
+    """The largest common divisor that does not exceed the limit."""
+    common = math.gcd(*numbers)
+    return max(k for k in range(1, min(limit, common) + 1) if common % k == 0)
+
+
+def _count_tokens(batch: Mapping[str, np.ndarray]) -> int:
+    """The tokens of a batch, without padding where the batch says how much there is."""
+    return int(batch["length"].sum()) if "length" in batch else batch["tokens"].size
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)

@@ -1,0 +1,117 @@
+"""Losses and accuracies of classification and of self-pretraining, for any task of token ids.
+
+A batch holds `tokens` [B, T] (two towers: [B, 2, T]), `length` [B] ([B, 2]), `label` [B], and in
+evaluations `weight` [B], 0 for rows that only fill up a batch.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+OBJECTIVES = ("masked", "next_token")
+
+
+class Objective(NamedTuple):
+    """`loss` and `evaluate` as `experiments.common.phase.Phase` wants them."""
+
+    loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+    evaluate: Callable[..., dict[str, tuple[jax.Array, jax.Array]]]
+
+
+def real_tokens(batch: Any) -> jax.Array:
+    """Which tokens of a batch are no padding, bool in the shape of `tokens`."""
+    return jnp.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
+
+
+def classification(module: Callable[[Any], nnx.Module]) -> Objective:
+    """Cross entropy and accuracy of `Classifier` logits.
+
+    Args:
+        module: `module(params)` is the classifier.
+    """
+
+    def predict(params, batch, rngs):
+        logits = module(params)(batch["tokens"], real_tokens(batch), rngs=rngs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return losses, (jnp.argmax(logits, axis=-1) == batch["label"]).astype(jnp.float32)
+
+    def loss(params, batch, key):
+        losses, correct = predict(params, batch, nnx.Rngs(dropout=key))
+        return jnp.mean(losses), {"accuracy": jnp.mean(correct)}
+
+    def evaluate(params, batch, key):
+        losses, correct = predict(params, batch, None)
+        weight = batch["weight"]
+        total = jnp.sum(weight)
+        return {
+            "loss": (jnp.sum(losses * weight), total),
+            "accuracy": (jnp.sum(correct * weight), total),
+        }
+
+    return Objective(loss, evaluate)
+
+
+def token_prediction(
+    module: Callable[[Any], nnx.Module], objective: str, mask_ratio: float, mask_id: int
+) -> Objective:
+    """Self-pretraining on the inputs alone.
+
+    `masked`: every real token is replaced by `mask_id` with probability `mask_ratio`, drawn anew
+    for every batch, and predicted where it was replaced. `next_token`: every real token but the
+    first is predicted from the ones before. A batch without a token to predict has loss 0.
+    The two documents of a pair are two examples.
+
+    Args:
+        module: `module(params)` is the `TokenPredictor`; causal for `next_token`.
+        objective: one of `OBJECTIVES`.
+        mask_ratio: in (0, 1), only for `masked`.
+        mask_id: the id of the mask token.
+
+    Raises:
+        ValueError: if the objective is unknown, or the ratio would mask nothing or everything.
+
+    Source: "Never Train from Scratch" (Amos et al. 2024), section 3.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is unknown; known: {', '.join(OBJECTIVES)}.")
+    if objective == "masked" and not 0 < mask_ratio < 1:
+        raise ValueError(
+            f"mask_ratio={mask_ratio} with objective='masked', expected a number between 0 and 1: "
+            "otherwise there is nothing to learn. Published for ListOps: 0.1."
+        )
+
+    def predict(params, batch, key, rngs):
+        T = batch["tokens"].shape[-1]
+        tokens, real = batch["tokens"].reshape(-1, T), real_tokens(batch).reshape(-1, T)
+        if objective == "masked":
+            wanted = real & jax.random.bernoulli(key, mask_ratio, real.shape)
+            logits = module(params)(jnp.where(wanted, mask_id, tokens), real, rngs=rngs)
+            targets = tokens
+        else:
+            logits = module(params)(tokens, real, rngs=rngs)[:, :-1]
+            wanted, targets = real[:, 1:], tokens[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        correct = jnp.argmax(logits, axis=-1) == targets
+        return losses, correct, wanted
+
+    def loss(params, batch, key):
+        mask_key, dropout_key = jax.random.split(key)
+        losses, correct, wanted = predict(params, batch, mask_key, nnx.Rngs(dropout=dropout_key))
+        count = jnp.maximum(jnp.sum(wanted), 1)
+        return jnp.sum(losses * wanted) / count, {"accuracy": jnp.sum(correct & wanted) / count}
+
+    def evaluate(params, batch, key):
+        losses, correct, wanted = predict(params, batch, key, None)
+        towers = losses.shape[0] // batch["weight"].shape[0]
+        counted = wanted * jnp.repeat(batch["weight"], towers)[:, None]
+        total = jnp.sum(counted)
+        return {
+            "loss": (jnp.sum(losses * counted), total),
+            "accuracy": (jnp.sum(correct * counted), total),
+        }
+
+    return Objective(loss, evaluate)

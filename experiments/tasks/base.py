@@ -1,0 +1,227 @@
+"""What all Long Range Arena tasks share: a `Task` is a value with three `Split`s of rows.
+
+Each task module offers `load(data_dir, cache_dir, ...) -> Task`. Nothing here needs jax.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from absl import logging
+
+SPLITS = ("train", "validation", "test")
+_FORMAT = 1
+_ARRAYS = ("tokens", "lengths", "labels")
+
+
+class DataError(ValueError):
+    """Data are missing or wrong. The message says what was tried, what was expected, what to do."""
+
+    def __init__(self, problem: str, *, tried: Sequence[Path], expected: str, remedy: str):
+        """Put the message together.
+
+        Args:
+            problem: what is wrong.
+            tried: the paths that were looked at, in order.
+            expected: the files, or the content, that should have been there.
+            remedy: how to make or get them.
+        """
+        paths = "".join(f"\n    {path}" for path in tried)
+        super().__init__(f"{problem}\n  tried:{paths}\n  expected: {expected}\n  to do: {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """N examples as a random-access sequence; a source for `grain.MapDataset`.
+
+    Example i is `{"tokens": [max_length], "length": int32, "label": int32}`: its `length` ids, in
+    the dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by `length`. With lengths
+    [N, 2] (two documents an example) it is `tokens` [2, max_length] and `length` [2].
+
+    Attributes:
+        tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths].
+        lengths: int32 [N], or [N, 2]; each 1..max_length.
+        labels: int32 [N].
+        max_length: the size to which sequences are padded. Nothing is ever cut to it.
+    """
+
+    tokens: npt.NDArray[Any] = dataclasses.field(repr=False)
+    lengths: npt.NDArray[Any] = dataclasses.field(repr=False)
+    labels: npt.NDArray[Any] = dataclasses.field(repr=False)
+    max_length: int
+
+    @functools.cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where each sequence begins in `tokens`, and the end: int64 [number of sequences + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        """Give N."""
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Give example i, padded.
+
+        Raises:
+            IndexError: unless 0 <= i < N.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"example {i} of {len(self)}")
+        return {name: array[0] for name, array in self.take(np.array([i])).items()}
+
+    def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
+        """Give examples `indices` [B], padded and stacked: `tokens` [B, max_length], and so on."""
+        lengths = self.lengths[indices]
+        starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
+        column = np.arange(self.max_length)
+        real = column < lengths[..., None]
+        tokens = self.tokens[np.where(real, starts[..., None] + column, 0)]
+        tokens[~real] = 0
+        return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """One classification task.
+
+    Attributes:
+        name: as in `experiments.tasks.TASKS`.
+        vocabulary: the token of each id; id 0 is the padding.
+        num_classes: labels are 0..num_classes-1.
+        max_length: the size of padded sequences.
+        splits: "train", "validation" and "test".
+        fingerprint: a hash of all tokens, lengths and labels. Equal fingerprints, equal data.
+        reference_lines: `reference_lines()` gives the accuracies (0..1) that trivial predictors,
+            fitted on "train", reach on "test".
+    """
+
+    name: str
+    vocabulary: tuple[str, ...]
+    num_classes: int
+    max_length: int
+    splits: Mapping[str, Split]
+    fingerprint: str
+    reference_lines: Callable[[], dict[str, float]]
+
+    @property
+    def two_towers(self) -> bool:
+        """Whether an example is a pair of sequences."""
+        return self.splits["train"].lengths.ndim == 2
+
+
+def _digest(array: npt.NDArray[Any]) -> str:
+    digest = hashlib.sha256(f"{array.dtype.str} {array.shape} ".encode())
+    digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _write(folder: Path, description: dict[str, Any], splits: Mapping[str, Split]) -> None:
+    folder.mkdir()
+    digests = {}
+    for name, split in splits.items():
+        for field in _ARRAYS:
+            array = getattr(split, field)
+            np.save(folder / f"{name}.{field}.npy", array)
+            digests[f"{name}.{field}"] = _digest(array)
+    counts = {name: len(split) for name, split in splits.items()}
+    manifest = {"description": description, "counts": counts, "sha256": digests}
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _open(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Split], str] | None:
+    """Memory-map a cache; None if there is none or if it is damaged.
+
+    Raises:
+        DataError: if the folder is a sound cache of something else.
+    """
+    if not folder.exists():
+        return None
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        found, digests = manifest["description"], manifest["sha256"]
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in digests}
+        damaged = [name for name, array in arrays.items() if _digest(array) != digests[name]]
+        if damaged:
+            raise ValueError(f"other content than when it was written: {damaged}")
+        splits = {}
+        for name in SPLITS:
+            tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in _ARRAYS)
+            splits[name] = Split(tokens, lengths, labels, found["max_length"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logging.warning("The data cache %s is damaged and will be rebuilt: %s", folder, error)
+        return None
+    if found != description:
+        raise DataError(
+            f"the cache holds other data: {found}",
+            tried=[folder],
+            expected=str(description),
+            remedy="remove that folder, or name another cache folder.",
+        )
+    return splits, hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cached_splits(
+    cache_dir: Path,
+    name: str,
+    source: Mapping[str, Any],
+    max_length: int,
+    build: Callable[[], Mapping[str, Split]],
+) -> tuple[dict[str, Split], str]:
+    """Give memory-mapped splits, calling `build` only if the cache lacks them.
+
+    A cache is written to a temporary folder and renamed when complete, so an interrupted run leaves
+    none and of two runs that build at once the first to finish wins. Every opening compares the
+    content with the hashes of the manifest; a damaged cache is rebuilt with a warning.
+
+    Args:
+        cache_dir: folder of all caches; made if absent.
+        name: the task.
+        source: JSON values that determine the result of `build`; a cache is found by them.
+        max_length: of all splits.
+        build: makes the splits in memory.
+
+    Returns:
+        The splits, and the fingerprint of their content.
+
+    Raises:
+        DataError: if the cache's folder holds other data.
+    """
+    description = {
+        "format": _FORMAT,
+        "task": name,
+        "max_length": max_length,
+        "source": dict(source),
+    }
+    key = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()[:16]
+    cache_dir = Path(cache_dir)
+    folder = cache_dir / f"{name}-{key}"
+    opened = _open(folder, description)
+    if opened is not None:
+        return opened
+    shutil.rmtree(folder, ignore_errors=True)
+    splits = build()
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{name}-") as temporary:
+        complete = Path(temporary) / "complete"
+        _write(complete, description, splits)
+        with contextlib.suppress(OSError):  # when another run was faster
+            os.replace(complete, folder)
+    opened = _open(folder, description)
+    if opened is None:
+        raise DataError(
+            "the cache could not be written",
+            tried=[folder],
+            expected="a writable folder with enough space",
+            remedy="free some space, or name another cache folder.",
+        )
+    return opened

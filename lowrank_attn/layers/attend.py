@@ -1,0 +1,158 @@
+"""What the Flax layers share: from projected queries, keys and values to outputs, as pure code."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_attn import ops
+from lowrank_attn.features import FEATURE_MAPS, FeatureMap
+from lowrank_attn.layers import ATTENTION, AttentionMethod
+
+from lowrank_attn.ops.normalize import needs_denominator
+
+Kernel = FeatureMap | AttentionMethod
+
+
+def make_kernel(kernel: str | Kernel, options: dict[str, Any] | None = None) -> Kernel:
+    """Look up a kernel by name in `FEATURE_MAPS` and `ATTENTION`, and build it with its options.
+
+    Raises:
+        ValueError: if the name is unknown, an option is unknown, or options come with a value.
+    """
+    options = options or {}
+    if not isinstance(kernel, str):
+        if options:
+            raise ValueError(f"options={options} belong to a kernel's name, got a kernel's value.")
+        return kernel
+    known = FEATURE_MAPS | ATTENTION
+    if kernel not in known:
+        raise ValueError(f"kernel={kernel!r} is unknown; known: {', '.join(known)}.")
+    try:
+        return known[kernel](**options)
+    except TypeError as error:
+        raise ValueError(f"options={options} do not fit kernel={kernel!r}: {error}.") from error
+
+
+def resolve_normalize(kernel: Kernel, normalize: str | None) -> str:
+    """The normaliser of a layer: the caller's, or the one that is safe for the feature map.
+
+    Raises:
+        ValueError: if the name is unknown, or given for a method that has its own.
+    """
+    if isinstance(kernel, AttentionMethod):
+        if normalize is not None:
+            raise ValueError(f"normalize={normalize!r}, but this kernel normalises by itself.")
+        return "none"
+    normalize = kernel.normalize if normalize is None else normalize
+    needs_denominator(normalize)
+    return normalize
+
+
+def head_sizes(
+    width: int, num_heads: int, qk_dim: int | None, value_dim: int | None
+) -> tuple[int, int]:
+    """Fill in head sizes that are None by width / num_heads.
+
+    Raises:
+        ValueError: if that is needed and num_heads does not divide width.
+    """
+    if width % num_heads and None in (qk_dim, value_dim):
+        raise ValueError(
+            f"width={width}, expected a multiple of num_heads={num_heads}; or give qk_dim and "
+            "value_dim."
+        )
+    size = width // num_heads
+    return (size if qk_dim is None else qk_dim), (size if value_dim is None else value_dim)
+
+
+def attend(
+    kernel: Kernel,
+    params: dict[str, jax.Array],
+    gain: jax.Array | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool,
+    normalize: str,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    initial_state: ops.State | None = None,
+    chunk_size: int = 128,
+    implementation=None,
+) -> tuple[jax.Array, ops.State | None]:
+    """Attention with any kernel; the arguments are those of `ops.causal`.
+
+    Args:
+        kernel: a feature map or an attention method.
+        params: its parameters, `trainable | constant`.
+        gain: [Hq, P], multiplies the output of the `rms` normaliser; None otherwise.
+
+    Returns:
+        y [B, T, Hq, P] in the dtype of v, and the state, None for an attention method.
+
+    Raises:
+        ValueError: if an attention method is given a state; it has none.
+    """
+    if isinstance(kernel, AttentionMethod):
+        if initial_state is not None:
+            raise ValueError("initial_state is given, but this kernel keeps no state.")
+        y = kernel.apply(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
+        return y, None
+    op = ops.causal if causal else ops.bidirectional
+    y, state = op(
+        q,
+        k,
+        v,
+        features=kernel,
+        params=params,
+        normalize=normalize,
+        mask=mask,
+        segment_ids=segment_ids,
+        positions=positions,
+        initial_state=initial_state,
+        chunk_size=chunk_size,
+        implementation=implementation,
+    )
+    if gain is not None:
+        y = y * gain.astype(y.dtype)
+    return y, state
+
+
+def padding_mask(mask: jax.Array | None, keys: jax.Array) -> jax.Array | None:
+    """Turn a mask as Flax hands it over into [B, S]; only padding of the keys has a linear form.
+
+    Args:
+        mask: None or [B or 1, 1, 1, S], true or non-zero at real keys.
+        keys: [B, S, H, D].
+
+    Raises:
+        ValueError: if the mask differs between queries or heads.
+    """
+    if mask is None:
+        return None
+    B, S = keys.shape[:2]
+    if mask.ndim != 4 or mask.shape[0] not in (1, B) or mask.shape[1:] != (1, 1, S):
+        raise ValueError(
+            f"mask has shape {mask.shape}, expected {(B, 1, 1, S)}: linear attention can hide keys "
+            "from all queries alike, nothing else. Use causal=True in place of a causal mask, and "
+            "segment_ids of `LinearAttention` for packed documents."
+        )
+    return jnp.broadcast_to(mask[:, 0, 0], (B, S)).astype(bool)
+
+
+def check_flax_call(dropout_rate: float, deterministic: bool, module: Any) -> None:
+    """Refuse what Flax's attention layers can ask for and linear attention cannot give.
+
+    Raises:
+        ValueError: for dropout of attention weights, or for attention weights to be sown.
+    """
+    if dropout_rate and not deterministic:
+        raise ValueError(
+            f"dropout_rate={dropout_rate}: attention weights are never formed, so they cannot be "
+            "dropped. Set it to 0 and drop elements of the layer's output instead."
+        )
+    if module is not None:
+        raise ValueError("sow_weights=True, but attention weights are never formed.")

@@ -1,0 +1,272 @@
+"""Exact attention at quadratic cost: softmax, polynomial and Yat kernels.
+
+Every method is an `AttentionMethod` without parameters. Query t sees key s if s <= t when `causal`,
+if `mask[b, s]` is true, and if no segment begins after one of them and up to the other: a segment
+begins wherever `segment_ids` changes along the row, so an id that comes back later is another
+segment.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_attn.features.slay import unit_rows
+from lowrank_attn.layers.base import AttentionMethod, Params
+from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
+
+
+def _init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
+    del key, D, H
+    return {}, {}
+
+
+def _check_shapes(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    causal: bool,
+    mask: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> None:
+    B, T, Hq, D = q.shape
+    S, H = k.shape[1:3]
+    if k.shape != (B, S, H, D):
+        raise ValueError(
+            f"k has shape {k.shape}, expected [B, S, H, D] = [{B}, S, H, {D}] as in q."
+        )
+    if v.shape[:3] != (B, S, H):
+        raise ValueError(f"v has shape {v.shape}, expected [{B}, {S}, {H}, P] as in k.")
+    if Hq % H:
+        raise ValueError(f"q has {Hq} heads, expected a multiple of the {H} heads of k and v.")
+    if causal and T != S:
+        raise ValueError(f"causal=True with {T} queries and {S} keys, expected as many of each.")
+    if mask is not None and mask.shape != (B, S):
+        raise ValueError(f"mask has shape {mask.shape}, expected [B, S] = {(B, S)}.")
+    if segment_ids is not None and (segment_ids.shape != (B, T) or T != S):
+        raise ValueError(
+            f"segment_ids has shape {segment_ids.shape} with {T} queries and {S} keys, expected "
+            f"[B, T] = {(B, T)} and as many keys as queries."
+        )
+
+
+def _visible(
+    T: int, causal: bool, mask: jax.Array | None, segment_ids: jax.Array | None
+) -> jax.Array:
+    """Which key each query sees; a boolean array that broadcasts to [B, T, S]."""
+    visible = jnp.ones((1, 1, 1), bool)
+    if causal:
+        visible = visible & jnp.tri(T, dtype=bool)
+    if mask is not None:
+        visible = visible & mask.astype(bool)[:, None, :]
+    if segment_ids is not None:
+        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
+        segment = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
+        visible = visible & (segment[:, :, None] == segment[:, None, :])
+    return visible
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    is_float32 = dtype == jnp.float32
+    return jax.lax.Precision.HIGHEST if is_float32 else jax.lax.Precision.DEFAULT
+
+
+def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Products of q [B, T, H, G, D] and k [B, S, H, D]: [B, H, G, T, S], float32."""
+    return jnp.einsum(
+        "bthgd,bshd->bhgts",
+        q,
+        k,
+        precision=_precision(jnp.result_type(q, k)),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _scored(
+    score: Callable[[jax.Array, jax.Array], jax.Array], normalize: str, delta: float
+) -> AttentionMethod:
+    """Attention by a score of q [B, T, H, G, D] and k [B, S, H, D]: [B, H, G, T, S], float32."""
+    with_denominator = needs_denominator(normalize)
+    if delta <= 0:
+        raise ValueError(f"delta={delta}, expected a number > 0, such as 1e-6.")
+
+    def apply(
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        del params
+        _check_shapes(q, k, v, causal, mask, segment_ids)
+        B, T, Hq, D = q.shape
+        H = k.shape[2]
+        visible = _visible(T, causal, mask, segment_ids)
+        scores = score(q.reshape(B, T, H, Hq // H, D), k)
+        scores = jnp.where(visible[:, None, None], scores, 0.0)
+        numerator = jnp.einsum(
+            "bhgts,bshp->bthgp",
+            scores,
+            v.astype(jnp.float32),
+            precision=_precision(jnp.result_type(q, k, v)),
+        )
+        denominator = jnp.einsum("bhgts->bthg", scores) if with_denominator else None
+        y = apply_normalizer(numerator, denominator, normalize, delta)
+        return y.reshape(B, T, Hq, -1).astype(v.dtype)
+
+    return AttentionMethod(init=_init, apply=apply)
+
+
+def softmax(implementation: Literal["xla", "cudnn"] | None = None) -> AttentionMethod:
+    """Softmax attention: softmax over the visible keys of q . k / sqrt(D), times v.
+
+    Computed by `jax.nn.dot_product_attention`, with scores and the softmax in float32, float32
+    matrix products at the highest precision, and others at that function's own (probabilities are
+    rounded to the dtype of the inputs). The value size P may differ from D.
+
+    Args:
+        implementation: as in `jax.nn.dot_product_attention`. None is its own choice, which in jax
+            0.10 to 0.12 is "xla" on every platform: it holds all T x S scores. "cudnn" is the fused
+            kernel of NVIDIA GPUs, to be named for a fair timing there: it needs bfloat16 or float16
+            and max(D, P) a multiple of 8 up to 128 (256 from Hopper on), and for gradients with
+            `mask` or `segment_ids` also even T and S. Where it cannot run, jax raises an error that
+            says why.
+
+    Raises:
+        ValueError: from `apply`, if shapes do not fit or `causal` has unequal T and S.
+
+    Source: Vaswani et al., Attention Is All You Need (arXiv 1706.03762), equation 1.
+    """
+
+    def apply(
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        del params
+        _check_shapes(q, k, v, causal, mask, segment_ids)
+        T, S, D, P = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+        dtype = jnp.result_type(q, k, v)
+        # The function wants D = P. Zeros appended to either change no score and no output.
+        q_padded, k_padded, v_padded = (
+            jnp.pad(x.astype(dtype), ((0, 0),) * 3 + ((0, max(D, P) - x.shape[-1]),))
+            for x in (q, k, v)
+        )
+        visible = None
+        if mask is not None or segment_ids is not None:
+            visible = _visible(T, causal, mask, segment_ids)
+            visible = jnp.broadcast_to(visible, (q.shape[0], T, S))
+        is_float32 = dtype == jnp.float32
+        with jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext():
+            y = jax.nn.dot_product_attention(
+                q_padded,
+                k_padded,
+                v_padded,
+                mask=None if visible is None else visible[:, None],
+                scale=D**-0.5,
+                is_causal=causal,
+                implementation=implementation,
+            )
+        y = y[..., :P].astype(v.dtype)
+        if visible is None:
+            return y
+        # Without a visible key the function averages all values, which has a finite gradient.
+        return jnp.where(jnp.any(visible, axis=-1)[:, :, None, None], y, 0)
+
+    return AttentionMethod(init=_init, apply=apply)
+
+
+def poly(degree: int = 2, normalize: str = "rms", delta: float = 1e-6) -> AttentionMethod:
+    """Polynomial attention with scores (q . k)^degree, in float32.
+
+    The default normaliser is `rms`: odd degrees have signed scores, whose sum can be zero, and even
+    degrees have scores that all vanish where q is orthogonal to the keys. Even degrees may be given
+    `sum`.
+
+    Args:
+        degree: integer >= 1.
+        normalize: a normaliser of `lowrank_attn.ops.normalize`.
+        delta: its epsilon, > 0.
+
+    Raises:
+        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+
+    Source: the kernel that LLoPS and PolySketchFormer (arXiv 2310.01655) approximate; LLoPS has no
+    denominator, that is `none`.
+    """
+    if degree < 1:
+        raise ValueError(f"degree={degree}, expected an integer >= 1, such as 2.")
+    return _scored(lambda q, k: _dot(q, k) ** degree, normalize, delta)
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if epsilon <= 0:
+        raise ValueError(f"epsilon={epsilon}, expected a number > 0, such as 1e-3.")
+
+
+def yat(epsilon: float = 1e-3, normalize: str = "sum", delta: float = 1e-6) -> AttentionMethod:
+    """Yat attention with scores (q . k)^2 / (|q - k|^2 + epsilon) of raw q and k, in float32.
+
+    |q - k|^2 is taken as |q|^2 + |k|^2 - 2 q . k, not below 0: where q ~ k it is off by about 1e-7
+    times |q|^2. Scores are non-negative, so the plain `sum` is a safe normaliser.
+
+    Args:
+        epsilon: > 0.
+        normalize: a normaliser of `lowrank_attn.ops.normalize`.
+        delta: its epsilon, > 0.
+
+    Raises:
+        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+
+    Source: SLAY (arXiv 2602.04915), the Yat kernel. The authors' code applies a softmax to these
+    scores; we normalise them as a kernel.
+    """
+    _check_epsilon(epsilon)
+
+    def score(q: jax.Array, k: jax.Array) -> jax.Array:
+        dot = _dot(q, k)
+        q_square = jnp.einsum("bthg->bhgt", jnp.sum(jnp.square(q.astype(jnp.float32)), axis=-1))
+        k_square = jnp.einsum("bsh->bhs", jnp.sum(jnp.square(k.astype(jnp.float32)), axis=-1))
+        distance = q_square[..., None] + k_square[:, :, None, None, :] - 2.0 * dot
+        return jnp.square(dot) / (jnp.maximum(distance, 0.0) + epsilon)
+
+    return _scored(score, normalize, delta)
+
+
+def yat_spherical(
+    epsilon: float = 1e-3, normalize: str = "sum", delta: float = 1e-6
+) -> AttentionMethod:
+    """Spherical Yat attention with scores x^2 / (2 + epsilon - 2x), x the cosine of q and k.
+
+    q and k are normalised in float32 and x is clamped to [-1, 1], so that the scores stay in
+    [0, 1 / epsilon] for bfloat16 inputs too; at x = 1 their relative error is about 1e-7 / epsilon.
+    A zero vector has cosine 0 with all others. Scores are non-negative, so the plain `sum` is a
+    safe normaliser.
+
+    Args:
+        epsilon: > 0.
+        normalize: a normaliser of `lowrank_attn.ops.normalize`.
+        delta: its epsilon, > 0.
+
+    Raises:
+        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+
+    Source: SLAY (arXiv 2602.04915), the spherical Yat kernel, which `features.slay` approximates.
+    """
+    _check_epsilon(epsilon)
+
+    def score(q: jax.Array, k: jax.Array) -> jax.Array:
+        x = jnp.clip(_dot(unit_rows(q), unit_rows(k)), -1.0, 1.0)
+        return jnp.square(x) / (2.0 + epsilon - 2.0 * x)
+
+    return _scored(score, normalize, delta)

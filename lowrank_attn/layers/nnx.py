@@ -1,0 +1,248 @@
+"""Linear attention as Flax NNX modules."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lowrank_attn import ops
+from lowrank_attn.layers.attend import (
+    Kernel,
+    attend,
+    check_flax_call,
+    head_sizes,
+    make_kernel,
+    padding_mask,
+    resolve_normalize,
+)
+from lowrank_attn.layers.rotary import rotary
+
+
+class Constant(nnx.Variable):
+    """Arrays of a kernel that belong to the model and are never trained, such as projections."""
+
+
+class Attend(nnx.Module):
+    """Kernel, its parameters and the normaliser: from q, k, v to outputs, without projections.
+
+    Parameters: `phi`, the kernel's own (see its docstring), and with the `rms` normaliser `gain`
+    [num_heads, value_dim], which multiplies the normalised output.
+
+    Args:
+        num_heads: Hq, heads of the queries.
+        num_kv_heads: H, heads of keys and values; divides num_heads.
+        qk_dim: D, head size of queries and keys.
+        value_dim: P, head size of values.
+        kernel: name in `FEATURE_MAPS` or `ATTENTION`, or a value of either kind.
+        options: keyword arguments of the kernel's constructor, with a name.
+        causal: whether tokens see only themselves and earlier ones.
+        normalize: name in `NORMALIZERS`; None: the one that is safe for the kernel.
+        chunk_size, implementation: see `ops.causal`.
+        param_dtype: dtype of trained parameters.
+        rngs: key stream `params`.
+
+    Raises:
+        ValueError: for unknown names and options, or heads that do not divide.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        qk_dim: int,
+        value_dim: int,
+        *,
+        kernel: str | Kernel = "llops",
+        options: dict | None = None,
+        causal: bool = False,
+        normalize: str | None = None,
+        chunk_size: int = 128,
+        implementation=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_heads={num_heads}, expected a multiple of num_kv_heads={num_kv_heads}."
+            )
+        self.kernel = make_kernel(kernel, options)
+        self.normalize = resolve_normalize(self.kernel, normalize)
+        self.causal = causal
+        self.chunk_size = chunk_size
+        self.implementation = implementation
+        trainable, constant = self.kernel.init(rngs.params(), qk_dim, num_kv_heads)
+        trained = {name: nnx.Param(x.astype(param_dtype)) for name, x in trainable.items()}
+        self.phi = nnx.Dict(trained | {name: Constant(x) for name, x in constant.items()})
+        has_gain = self.normalize == "rms"
+        ones = jnp.ones((num_heads, value_dim), param_dtype)
+        self.gain = nnx.Param(ones) if has_gain else None
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        initial_state: ops.State | None = None,
+        causal: bool | None = None,
+    ) -> tuple[jax.Array, ops.State | None]:
+        """Attend; arguments and results as in `layers.attend.attend`, causal None: the layer's."""
+        return attend(
+            self.kernel,
+            {name: variable[...] for name, variable in self.phi.items()},
+            None if self.gain is None else self.gain[...],
+            q,
+            k,
+            v,
+            causal=self.causal if causal is None else causal,
+            normalize=self.normalize,
+            mask=mask,
+            segment_ids=segment_ids,
+            positions=positions,
+            initial_state=initial_state,
+            chunk_size=self.chunk_size,
+            implementation=self.implementation,
+        )
+
+
+class LinearAttention(nnx.Module):
+    """Multi-head self-attention in time linear in T: projections, `Attend`, output projection.
+
+    Parameters: `query`, `key`, `value`, `out` (each `kernel` and, with use_bias, `bias`) and
+    `attend` (see `Attend`); the Linen layer has the same tree.
+
+    Args:
+        width: E, size of inputs and outputs.
+        num_heads: Hq.
+        num_kv_heads: H, divides num_heads; None: num_heads.
+        qk_dim: D; None: width / num_heads. Taylor features are meant for 16.
+        value_dim: P; None: width / num_heads.
+        use_rotary: whether queries and keys are rotated by their positions.
+        use_bias: whether the projections have a bias.
+        dtype: dtype of the computation; None: that of inputs and parameters. States stay float32.
+        rngs: key stream `params`.
+
+    The other arguments are those of `Attend`.
+
+    Raises:
+        ValueError: for unknown names and options, or sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        qk_dim: int | None = None,
+        value_dim: int | None = None,
+        kernel: str | Kernel = "llops",
+        options: dict | None = None,
+        causal: bool = False,
+        normalize: str | None = None,
+        use_rotary: bool = False,
+        use_bias: bool = True,
+        chunk_size: int = 128,
+        implementation=None,
+        dtype=None,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        qk_dim, value_dim = head_sizes(width, num_heads, qk_dim, value_dim)
+        H = num_heads if num_kv_heads is None else num_kv_heads
+        shared = {"use_bias": use_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.query = nnx.LinearGeneral(width, (num_heads, qk_dim), **shared)
+        self.key = nnx.LinearGeneral(width, (H, qk_dim), **shared)
+        self.value = nnx.LinearGeneral(width, (H, value_dim), **shared)
+        self.out = nnx.LinearGeneral((num_heads, value_dim), width, axis=(-2, -1), **shared)
+        self.use_rotary = use_rotary
+        self.attend = Attend(
+            num_heads,
+            H,
+            qk_dim,
+            value_dim,
+            kernel=kernel,
+            options=options,
+            causal=causal,
+            normalize=normalize,
+            chunk_size=chunk_size,
+            implementation=implementation,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        initial_state: ops.State | None = None,
+    ) -> tuple[jax.Array, ops.State | None]:
+        """Attend from all tokens of x to all (or all earlier) tokens of x.
+
+        Args:
+            x: [B, T, E].
+            mask: [B, T] bool, false at padding.
+            segment_ids: [B, T] int, packed documents.
+            positions: [T] or [B, T] int; None: 0..T-1.
+            initial_state: the state that an earlier call returned.
+
+        Returns:
+            [B, T, E], and the state after the last token (None for kernels without one).
+        """
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.use_rotary:
+            at = jnp.arange(x.shape[1]) if positions is None else positions
+            q, k = rotary(q, at), rotary(k, at)
+        y, state = self.attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            segment_ids=segment_ids,
+            positions=positions,
+            initial_state=initial_state,
+        )
+        return self.out(y), state
+
+
+class AttentionFn(Attend):
+    """`attention_fn` for `flax.nnx.MultiHeadAttention`; being a module, its parameters train.
+
+        nnx.MultiHeadAttention(H, E, attention_fn=AttentionFn(H, H, E // H, E // H, rngs=rngs), ...)
+
+    The arguments are those of `Attend`. The layer's `precision` applies to its projections only.
+    """
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = True,
+        dtype=None,
+        precision=None,
+        module=None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """Attend; keywords as Flax passes them.
+
+        Raises:
+            ValueError: for masks other than padding, dropout of weights, or sown weights.
+        """
+        check_flax_call(dropout_rate, deterministic, module)
+        if dtype is not None:
+            query, key, value = (x.astype(dtype) for x in (query, key, value))
+        causal = True if is_causal else None
+        mask = padding_mask(mask, key)
+        y, _ = super().__call__(query, key, value, mask=mask, causal=causal)
+        return y
