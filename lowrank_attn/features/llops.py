@@ -29,9 +29,9 @@ def llops(
 
     The defaults are the form that trains from scratch: constants b_j, tied parameters, and the
     `rms` normaliser. Its kernel begins as (1 + scale^2 c)^p, c the cosine of q and k, which has a
-    linear term from the start. The paper's plain product is `constants=False, tied=False` (named `llops_paper`): its
-    kernel begins as c^p, below the noise of the sketch, and training from scratch lets the features
-    collapse onto a few columns. The fixed multiplier scale / sqrt(D) outside W keeps one Adam step
+    linear term from the start. The paper's plain product is `constants=False, tied=False` (named
+    `llops_paper`): its kernel begins as c^p, below the noise of the sketch, and training from
+    scratch lets the features collapse onto a few columns. The fixed multiplier scale / sqrt(D) outside W keeps one Adam step
     on W small against the factor that it changes.
 
     Trainable leaves, with G = 1 if tied else 2 (queries first, then keys):
@@ -103,10 +103,11 @@ def llops(
             )  # [T, M]
             return projected + params["b"][side, j, r] if constants else projected
 
-        phi = 0.0
-        for r in range(t):
-            product = functools.reduce(operator.mul, [factor(j, r) for j in range(p)])
-            phi = phi + (product * params["lambda"][side, r] if t > 1 else product)
+        def product(r):
+            factors = functools.reduce(operator.mul, [factor(j, r) for j in range(p)])
+            return factors * params["lambda"][side, r] if t > 1 else factors
+
+        phi = functools.reduce(operator.add, [product(r) for r in range(t)])
         if squared:
             phi = jnp.square(phi)
         return (M**-0.5 * phi).astype(x.dtype)

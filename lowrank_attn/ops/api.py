@@ -61,9 +61,11 @@ def causal(
             None where a new document begins there.
         positions: [T] or [B, T] int, handed to `features`; None: 0..T-1.
         initial_state: what an earlier call returned; None: zeros.
-        chunk_size: tokens that are processed together by chunked implementations.
-        implementation: `xla`, `reference`, or a sequence of names, of which the first that supports
-            the call is used, with a warning for each one that does not; None: the library's order.
+        chunk_size: tokens that are processed together by `xla`; `pallas_tpu` has a size for each
+            chip, which a chunk_size below 128 lowers.
+        implementation: `pallas_tpu`, `xla`, `reference`, or a sequence of names, of which the first
+            that supports the call is used, with a warning for each one that does not; None: the
+            library's order.
 
     Returns:
         y [B, T, Hq, P] in the dtype of v, and the `State` after the last token, in float32.

@@ -27,16 +27,19 @@ class TPUBlocks(NamedTuple):
 
 TPU = {
     "v4": TPUBlocks(256, 4, 256, 1, 15 * MIB),
-    "v5e": TPUBlocks(256, 4, 256, 2, 96 * MIB),
-    "v5p": TPUBlocks(256, 4, 256, 2, 48 * MIB),
-    "v6e": TPUBlocks(512, 4, 256, 2, 96 * MIB),
-    "7x": TPUBlocks(512, 4, 256, 2, 48 * MIB),
+    "v5e": TPUBlocks(256, 8, 256, 4, 96 * MIB),
+    "v5p": TPUBlocks(256, 8, 256, 4, 48 * MIB),
+    "v6e": TPUBlocks(512, 4, 512, 2, 96 * MIB),
+    "7x": TPUBlocks(512, 4, 512, 2, 48 * MIB),
 }
 TPU_FALLBACK = TPUBlocks(256, 4, 256, 1, 15 * MIB)
 
 
+def tpu_name() -> str | None:
+    """The TPU that is compiled for: of the mesh in scope, else the default device; None: no TPU."""
+    return pltpu.get_tpu_info().chip_version.value if pltpu.is_tpu_device() else None
+
+
 def tpu_blocks() -> TPUBlocks:
-    """The row of the TPU that is compiled for: of the mesh in scope, else of the default device."""
-    if not pltpu.is_tpu_device():
-        return TPU_FALLBACK
-    return TPU.get(pltpu.get_tpu_info().chip_version.value, TPU_FALLBACK)
+    """The row of the TPU that is compiled for, or the one that fits everywhere."""
+    return TPU.get(tpu_name() or "", TPU_FALLBACK)

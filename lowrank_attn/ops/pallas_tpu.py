@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from lowrank_attn.ops import pallas_tpu_decode, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
-from lowrank_attn.ops.block_sizes import TPUBlocks, tpu_blocks
-from lowrank_attn.ops.pallas_tpu_scan import Inputs, Scan, chunk_scan, too_large
+from lowrank_attn.ops.block_sizes import TPUBlocks, tpu_blocks, tpu_name
+from lowrank_attn.ops.pallas_tpu_layout import Inputs, Scan, too_large
+from lowrank_attn.ops.pallas_tpu_scan import chunk_scan
 from lowrank_attn.ops.rules.base import dot
 
 # The backward pass keeps one state per this many tokens; states inside are recomputed.
@@ -21,6 +22,8 @@ def unsupported(op: str, args: Arguments, method: Method) -> str | None:
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} has dtype {x.dtype}, but TPU kernels take float32 and bfloat16."
     if op == "decode_step":
+        if args.gates and tpu_name() == "v4":
+            return "TPU v4 cannot broadcast the gates of a single token inside a kernel."
         return pallas_tpu_decode.too_large(args, tpu_blocks().vmem_bytes)
     reasons = []
 

@@ -9,10 +9,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.normalize import apply_normalizer
-from lowrank_attn.ops.pallas_tpu_scan import divisor
+from lowrank_attn.ops.pallas_tpu_layout import divisor
 
 # States per grid step. Sequences come first: their rows share a head's parameters.
 STATES = 16
+# The normaliser z is advanced as this many equal columns: single columns are no legal operands.
+LANES = 128
 
 
 def too_large(args: Arguments, vmem_bytes: int) -> str | None:
@@ -53,7 +55,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
     inputs = {
         "q": heads(args.q, G),
         "k": heads(args.k),
-        "v": heads(args.v),
+        "v": args.v.swapaxes(1, 2),
         "gates": {n: g.reshape(B, H, 1, -1) for n, g in args.gates.items()},
         "positions": [
             sequences(jnp.broadcast_to(x, (B, 1))) for x in (args.q_positions, args.k_positions)
@@ -67,7 +69,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
 
     def kernel(refs, state, y_ref, next_state):
         q_positions, k_positions = (x[0].reshape(b) for x in refs["positions"])
-        one = jnp.ones((1, 1), args.v.dtype)
+        ones = jnp.ones((1, LANES), args.v.dtype)
         for j in range(h):
             params = {n: x[j].reshape(args.params[n].shape[1:]) for n, x in refs["params"].items()}
             phi_q = [
@@ -87,30 +89,28 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
                 def advance(S, v, q=phi_q[g][row], k=phi_k[row], gates=gates):
                     return method.rule.chunk(S, q, k, v, gates, None)
 
-                y, next_state["S"][i, j] = advance(state["S"][i, j], refs["v"][0, j, 0, row])
+                y, next_state["S"][i, j] = advance(state["S"][i, j], refs["v"][i, j])
                 total = None
                 if "z" in state:
-                    total, z = advance(state["z"][i, j].reshape(M, 1), one)
-                    total = total.reshape(1)
-                    next_state["z"][i, j] = z.reshape(1, M)
+                    z = jnp.broadcast_to(state["z"][i, j].reshape(M, 1), (M, LANES))
+                    total, z = advance(z, ones)
+                    total = total[:, 0]
+                    next_state["z"][i, j] = z[:, :1].reshape(1, M)
                 y = apply_normalizer(y, total, method.normalize, method.epsilon)
                 y_ref[0, j, g, row] = y.astype(args.v.dtype)
 
     def per_head(x):
         return pl.BlockSpec((1, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0, 0))
 
-    def per_state(tree):
-        return {
-            n: pl.BlockSpec((b, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0))
-            for n, x in tree.items()
-        }
+    def per_state(x):
+        return pl.BlockSpec((b, h, *x.shape[2:]), lambda j, s: (s, j, 0, 0))
 
     per_token = pl.BlockSpec((1, b, 1), lambda j, s: (s, 0, 0))
     in_specs = {
         "q": per_head(inputs["q"]),
         "k": per_head(inputs["k"]),
-        "v": per_head(inputs["v"]),
-        "gates": per_state(inputs["gates"]),
+        "v": per_state(inputs["v"]),
+        "gates": jax.tree.map(per_state, inputs["gates"]),
         "positions": [per_token, per_token],
         "mask": [per_token for _ in inputs["mask"]],
         "params": {
@@ -118,7 +118,7 @@ def decode(args: Arguments, method: Method, features, vmem_bytes: int) -> tuple[
             for n, p in inputs["params"].items()
         },
     }
-    state_specs = per_state(state)
+    state_specs = jax.tree.map(per_state, state)
     y_shape = (B // b, H, G, b, P)
     varying = jax.typeof(args.v).manual_axis_type
 

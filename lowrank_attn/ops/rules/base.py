@@ -89,13 +89,14 @@ def visibility(C: int, run: jax.Array | None) -> Visibility:
 
 
 def running_sum(x: jax.Array) -> jax.Array:
-    """Sums of x [C, G] over the rows up to and including each, as a matrix product.
+    """Sums of x [C] over the elements up to and including each, as a column [C, 1].
 
     `jnp.cumsum` cannot run inside a Pallas TPU block.
     """
-    row = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) * 2, 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) * 2, 1)
-    return dot((row >= column).astype(x.dtype), x, (1, 0))
+    C = x.shape[0]
+    row = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+    return jnp.sum(jnp.where(row >= column, x[None, :], 0), axis=1, keepdims=True)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:

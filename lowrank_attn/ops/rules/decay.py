@@ -18,7 +18,7 @@ def _step(S, q, k, v, gates):
 def _chunk(S, q, k, v, gates, run):
     C = q.shape[0]
     see = visibility(C, run)
-    total = running_sum(gates["log_decay"].astype(jnp.float32)[:, None])  # [C, 1], falls from <= 0
+    total = running_sum(gates["log_decay"].astype(jnp.float32))  # [C, 1], falls from <= 0
     # exp of a difference of sums, never a quotient of exponentials, which would overflow; hidden
     # pairs have a positive difference and are set to 0 before the exponential
     between = jnp.where(see.pairs > 0, total - total.T, 0.0)
