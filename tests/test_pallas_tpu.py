@@ -62,7 +62,7 @@ odd_map = FeatureMap(
 
 def make_call(
     op="causal", rule="additive", normalize="none", map_="llops", B=1, T=90, S=None, H=2, G=1,
-    segments=False, mask=False, initial=False, dtype=jnp.float32,
+    map_heads=None, segments=False, mask=False, initial=False, dtype=jnp.float32,
 ):  # fmt: skip
     """The op as a function of (implementation, differentiable arguments), and those arguments."""
     S = S or T
@@ -81,7 +81,7 @@ def make_call(
     feature_map = {"llops": features.llops(2, M, squared=sums), "odd": odd_map, None: None}[map_]
     constant, width = {}, D
     if feature_map is not None:
-        x["params"], constant = feature_map.init(next(keys), D, H)
+        x["params"], constant = feature_map.init(next(keys), D, map_heads or H)
         width = feature_map.dim(D)
     if sums and feature_map is None:
         x["q"], x["k"] = jnp.abs(x["q"]), jnp.abs(x["k"])
@@ -162,6 +162,7 @@ FLOAT32 = {
     },
     "sum": {"normalize": "sum", "segments": True, "initial": True},
     "mapped": {"normalize": "sum_plus_one", "mask": True, "B": 2, "map_": None},
+    "shared_map": {"H": 4, "map_heads": 2, "T": 20},
     "odd_map": {"map_": "odd", "segments": True, "H": 3},
     "decay": {"rule": "decay", "segments": True, "initial": True},
     "decay_grouped": {"rule": "decay", "normalize": "rms", "mask": True, "G": 2, "H": 1, "T": 50},

@@ -141,7 +141,9 @@ def _totals_and_reads(args, method):
 def _map_outside(args, method):
     """The function that maps one head in a kernel; maps without one are applied here, by XLA."""
     if hasattr(method.features, "apply"):
-        return args, method.features.apply
+        H = args.k.shape[2]  # consecutive heads may share parameters
+        params = {n: jnp.repeat(p, H // p.shape[0], axis=0) for n, p in args.params.items()}
+        return args._replace(params=params), method.features.apply
     q = method.features(args.params, args.q, is_query=True, positions=args.q_positions)
     k = method.features(args.params, args.k, is_query=False, positions=args.k_positions)
     return args._replace(q=q, k=k, params={}), lambda params, x, *, is_query, positions: x
