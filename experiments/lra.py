@@ -24,7 +24,7 @@ from experiments.common.flags import setting
 from experiments.common.module import PureModule
 from experiments.common.phase import LoopSettings, NonFiniteError, Phase
 from experiments.common.plot import plot_run
-from experiments.common.record import write_result
+from experiments.common.record import timing, write_result
 from experiments.common.train import train
 from experiments.tasks import TASKS
 from experiments.tasks.base import DataError, Task
@@ -271,6 +271,7 @@ def run(config: Config) -> dict[str, Any]:
         "best_step": outcome.best_step,
         "reference": reference,
         "data": task.fingerprint,
+        "timing": timing(run_dir, "train"),
     }
     write_result(
         run_dir / "result.json",

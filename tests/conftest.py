@@ -10,7 +10,6 @@ import numpy as np
 FLOAT32_TOLERANCE = 2e-5
 
 
-
 def relative_error(found: jax.Array, expected: jax.Array) -> float:
     """The largest difference over the largest magnitude expected."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
@@ -31,5 +30,3 @@ def assert_close(found, expected, tolerance: float = FLOAT32_TOLERANCE) -> None:
 def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
     """Standard normal numbers."""
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_attn.features.base import map_heads
 from lowrank_attn.features.elu import elu
 from lowrank_attn.features.slay import quadrature, slay, slay_paper, unit_rows
 from lowrank_attn.features.taylor import taylor
@@ -55,9 +54,7 @@ def test_golden_slay():
         "anchors": jnp.asarray(np.broadcast_to(golden["anchors"], (2, 8, 16)), jnp.float32),
         "omega": jnp.asarray(np.swapaxes(omega, -1, -2), jnp.float32),
     }
-    phi = map_heads(
-        slay_paper(), params, jnp.asarray(golden["q"][:1, :10], jnp.float32), is_query=True
-    )
+    phi = slay_paper()(params, jnp.asarray(golden["q"][:1, :10], jnp.float32), is_query=True)
     assert_close(phi, golden["phi_q"], 1e-6)
     check_golden(golden, slay_paper(), params, causal=True, delta=1e-6)
 
@@ -79,8 +76,8 @@ def check_golden(golden, feature_map, params, *, causal, delta, prefix=""):
     """Attention outputs and the gradients of q, k and v."""
 
     def attention(q, k, v):
-        phi_q = map_heads(feature_map, params, q, is_query=True)
-        phi_k = map_heads(feature_map, params, k, is_query=False)
+        phi_q = feature_map(params, q, is_query=True)
+        phi_k = feature_map(params, k, is_query=False)
         return linear_attention(phi_q, phi_k, v, causal=causal, delta=delta)
 
     q, k, v, w = (jnp.asarray(golden[key], jnp.float32) for key in "qkvw")

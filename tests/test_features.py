@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_attn.features.base import map_heads
-from lowrank_attn.features.elu import elu
-from lowrank_attn.features.slay import slay, slay_paper
-from lowrank_attn.features.taylor import taylor
+from lowrank_attn.features import FEATURE_MAPS
 
-FEATURE_MAPS = {"slay": slay, "slay_paper": slay_paper, "taylor": taylor, "elu": elu}
-# Maps that see the direction of x only accept any norm; the others are tried up to 1e4.
+# Maps that see the direction of x only; the others may depend on its norm.
 DIRECTIONAL = {"slay", "slay_paper"}
+# Maps whose features grow with x without bound are tried up to 1e4 only.
+GROWING = {"taylor", "elu"}
+# Factors of the product whose matrix products take bfloat16 operands.
+FACTORS = {"llops": 4, "llops_paper": 4}
 T, D, H = 12, 16, 2
 
 maps = pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -65,7 +65,11 @@ def test_bfloat16_is_rounded_only_at_the_end(name):
     phi = feature_map.apply(head(params), x, is_query=True)
     exact = feature_map.apply(head(params), x.astype(jnp.float32), is_query=True)
     error = np.abs(np.asarray(phi, np.float32) - np.asarray(exact))
-    assert np.all(error <= 2.0**-8 * np.abs(exact))
+    if name in FACTORS:  # both operands of each factor's product are rounded, 2^-9 relative each
+        rms_error, rms = (np.sqrt(np.mean(np.square(a))) for a in (error, exact))
+        assert rms_error <= FACTORS[name] * 2.0**-8 * rms
+    else:
+        assert np.all(error <= 2.0**-8 * np.abs(exact))
 
 
 @maps
@@ -101,7 +105,7 @@ def test_zero_vectors(name):
 @pytest.mark.parametrize("exponent", [-30, -10, 4, 30])
 def test_any_norm_is_finite(name, exponent):
     feature_map, params = make(name)
-    if name not in DIRECTIONAL and exponent == 30:
+    if name in GROWING and exponent == 30:
         pytest.skip("the features grow with the norm")
 
     def loss(x):
@@ -133,7 +137,7 @@ def test_rows_are_independent(name):
 def test_heads_and_jit(name):
     feature_map, params = make(name)
     x = rows(5, (2, T, 2 * H, D))
-    phi = jax.jit(lambda p, x: map_heads(feature_map, p, x, is_query=False))(params, x)
+    phi = jax.jit(lambda p, x: feature_map(p, x, is_query=False))(params, x)
     for b in range(2):
         for h in range(2 * H):
             one = feature_map.apply(head(params, h // 2), x[b, :, h], is_query=False)

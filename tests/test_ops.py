@@ -151,7 +151,9 @@ def test_causal_matches_the_reference(case, rule, implementation):
     trained, fixed = inputs(case)
     trained["gates"] = GATES[rule] or {}
     found, expected = (
-        value_and_grads(functools.partial(ops.causal, implementation=i), trained, rule=rule, **fixed)
+        value_and_grads(
+            functools.partial(ops.causal, implementation=i), trained, rule=rule, **fixed
+        )
         for i in (implementation, "reference")
     )
     assert_close(found, expected)

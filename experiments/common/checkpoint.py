@@ -6,6 +6,7 @@ with three items: `state` (flat names of leaves, such as `params/encoder/kernel`
 newest and the best checkpoints of a phase are kept.
 """
 
+import json
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,12 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read, or does not fit this run."""
 
 
-def open_run(run_dir: pathlib.Path, config: Mapping[str, Any], vocabulary: Any) -> float:
+def open_run(run_dir: pathlib.Path, description: Mapping[str, Any]) -> float:
     """Make a run's folder, or check that the one that is there belongs to the same run.
+
+    Args:
+        run_dir: the folder.
+        description: what `describe` gives for this run.
 
     Returns:
         When the run was first started, in seconds since the epoch.
@@ -38,7 +43,7 @@ def open_run(run_dir: pathlib.Path, config: Mapping[str, Any], vocabulary: Any) 
     path = run_dir / "run.json"
     if path.exists():
         found = read_json(path)
-        check_description(found, config, vocabulary, path)
+        check_description(found, description, path)
         return found["started"]
     if (run_dir / "checkpoints").exists():
         raise CheckpointError(
@@ -47,31 +52,34 @@ def open_run(run_dir: pathlib.Path, config: Mapping[str, Any], vocabulary: Any) 
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    write_json(path, {**describe(config, vocabulary), "started": started})
+    write_json(path, {**description, "started": started})
     return started
 
 
 def describe(config: Mapping[str, Any], vocabulary: Any) -> dict[str, Any]:
-    """What identifies a run, for JSON."""
-    return {"format": FORMAT, "config": dict(config), "vocabulary": vocabulary}
+    """What identifies a run, as JSON gives it back (tuples are lists)."""
+    description = {"format": FORMAT, "config": dict(config), "vocabulary": vocabulary}
+    return json.loads(json.dumps(description))
 
 
 def check_description(
-    found: Mapping[str, Any], config: Mapping[str, Any], vocabulary: Any, where: object
+    found: Mapping[str, Any], description: Mapping[str, Any], where: object
 ) -> None:
     """Raise a CheckpointError that names every way in which `found` is not this run."""
-    if found["format"] != FORMAT:
+    if found.get("format") != FORMAT:
         raise CheckpointError(
-            f"{where} has format {found['format']}, this version reads format {FORMAT}."
+            f"{where} has format {found.get('format')}, this version reads format {FORMAT}."
         )
-    was = found["config"]
+    was, now = found["config"], description["config"]
     changed = [
-        f"{name}: {was.get(name, '(absent)')!r} there, {config.get(name, '(absent)')!r} now"
-        for name in sorted({*was, *config})
-        if name not in was or name not in config or was[name] != config[name]
+        f"{name}: {was.get(name, '(absent)')!r} there, {now.get(name, '(absent)')!r} now"
+        for name in sorted({*was, *now})
+        if name not in was or name not in now or was[name] != now[name]
     ]
-    if found["vocabulary"] != vocabulary:
-        changed.append(f"vocabulary: {found['vocabulary']!r} there, {vocabulary!r} now")
+    if found["vocabulary"] != description["vocabulary"]:
+        changed.append(
+            f"vocabulary: {found['vocabulary']!r} there, {description['vocabulary']!r} now"
+        )
     if changed:
         raise CheckpointError(
             f"{where} belongs to a run with other settings ({'; '.join(changed)}): "

@@ -1,5 +1,6 @@
 """Batches for training and evaluation, in an order that depends on the seed alone."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
@@ -47,7 +48,7 @@ def train_iterator(
         source: the examples.
         batch_size: B.
         steps_per_dispatch: K.
-        seed: of the order, 0 <= seed < 2**32.
+        seed: of the order, >= 0.
 
     Returns:
         An iterator over dicts of arrays [K, B, ...]. `get_state()` gives a small dict for JSON and
@@ -64,9 +65,35 @@ def train_iterator(
         stacked = take(source, indices)
         return {name: array.reshape(shape + array.shape[1:]) for name, array in stacked.items()}
 
-    order = grain.MapDataset.range(len(source)).shuffle(seed=seed).repeat()
-    batches = order.batch(steps_per_dispatch * batch_size, batch_fn=np.asarray).map(gather)
-    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)))
+    order = _Order(len(source), steps_per_dispatch * batch_size, seed)
+    batches = grain.MapDataset.source(order).map(gather)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+class _Order:
+    """The numbers of the examples of every dispatch.
+
+    This is what Grain's range, shuffle, repeat and batch give together, but a dispatch at a time:
+    theirs take 10 us of Python for every example. Raw bits are the same in every NumPy version.
+    """
+
+    def __init__(self, examples: int, rows: int, seed: int):
+        self._examples, self._rows, self._seed = examples, rows, seed
+        self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        bits = np.random.PCG64((self._seed, epoch)).random_raw(self._examples)
+        return np.argsort(bits, kind="stable")
+
+    def __len__(self) -> int:
+        return 2**62 // self._rows
+
+    def __getitem__(self, dispatch: int) -> np.ndarray:
+        start = dispatch * self._rows
+        epochs, places = np.divmod(np.arange(start, start + self._rows), self._examples)
+        return np.concatenate(
+            [self._epoch(epoch)[places[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
+        )
 
 
 def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

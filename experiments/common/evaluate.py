@@ -53,6 +53,9 @@ def evaluate(
 
     Returns:
         The metrics by name, or None if it gave up.
+
+    Raises:
+        ValueError: if the source is empty or the weights of a metric are all 0.
     """
     mesh = data_mesh()
     sums: dict[str, np.ndarray] = {}
@@ -64,6 +67,11 @@ def evaluate(
         _add(sums, pending)
         pending = computed
     _add(sums, pending)
+    for name, (_, weight) in sums.items():
+        if weight == 0:
+            raise ValueError(
+                f"eval_fn gave {name!r} a weight of 0 over all {len(source)} examples."
+            )
     return {name: float(total / weight) for name, (total, weight) in sums.items()}
 
 

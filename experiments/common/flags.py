@@ -130,13 +130,13 @@ def config_hash(config: Any) -> str:
 
 
 def _define(config_type: type, field: dataclasses.Field, values: flags.FlagValues) -> None:
-    kind = _kind(config_type, field.name)
-    about = field.metadata["help"]
-    if field.metadata["choices"] is not None:
-        choices = list(field.metadata["choices"])
-        flags.DEFINE_enum(field.name, field.default, choices, about, flag_values=values)
+    default: Any = field.default
+    about, choices = field.metadata["help"], field.metadata["choices"]
+    if choices is not None:
+        flags.DEFINE_enum(field.name, default, list(choices), about, flag_values=values)
     else:
-        _DEFINE[kind](field.name, field.default, about, flag_values=values)  # type: ignore[operator]
+        define: Any = _DEFINE[_kind(config_type, field.name)]
+        define(field.name, default, about, flag_values=values)
 
 
 def _kind(config_type: type, name: str) -> type:

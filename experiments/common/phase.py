@@ -31,6 +31,12 @@ class LoopSettings:
         300.0, "seconds between checkpoints", group="loop", changes_result=False
     )
 
+    def __post_init__(self) -> None:
+        """Refuse counts below 1; a subclass with checks of its own calls this too."""
+        for name in ("eval_every", "steps_per_dispatch", "log_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
@@ -63,6 +69,15 @@ class Phase:
     eval_fn: EvalFn
     best_metric: str = "accuracy"
     best_mode: str = "max"
+
+    def __post_init__(self) -> None:
+        """Refuse what would fail only after the first steps."""
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                where = f"{name}={getattr(self, name)} of phase {self.name!r}"
+                raise ValueError(f"{where} must be at least 1.")
+        if self.best_mode not in ("max", "min"):
+            raise ValueError(f"best_mode={self.best_mode!r} is unknown; known: max, min.")
 
 
 class TrainState(NamedTuple):

@@ -37,6 +37,11 @@ class PhaseRun:
         """Make the first state or restore the newest, and open the logs there."""
         self.phase, self.settings, self.description = phase, settings, description
         self.mesh = data_mesh()
+        if phase.batch_size % self.mesh.size:
+            _say(
+                f"{phase.name}: batch_size={phase.batch_size} does not divide evenly over "
+                f"{self.mesh.size} devices, so each of them computes all of it"
+            )
         init_key, self.train_key, self.eval_key, order_key = jax.random.split(key, 4)
         params = phase.init(init_key, previous)
         _check_float32(params)
@@ -51,7 +56,9 @@ class PhaseRun:
         )
         self.checkpoints = Checkpoints(run_dir / "checkpoints" / phase.name)
         self.saved_step = self.checkpoints.latest_step()
-        if self.saved_step is not None:
+        if self.saved_step is None:
+            _say(f"{phase.name}: no checkpoint yet, starting at step 0 of {phase.steps}")
+        else:
             self._restore(self.saved_step)
         self.log = RunLog(
             run_dir, phase.name, self.step, phase.steps, max(self.evaluations, default=0)
@@ -62,8 +69,7 @@ class PhaseRun:
 
     def _restore(self, step: int) -> None:
         data, meta = self.checkpoints.read(step)
-        where = self.checkpoints.folder / str(step)
-        check_description(meta, self.description["config"], self.description["vocabulary"], where)
+        check_description(meta, self.description, self.checkpoints.folder / str(step))
         self.state = self.checkpoints.restore(step, self.state)
         self.batches.set_state(data)
         self.evaluations = dict(meta["evaluations"])
@@ -128,7 +134,7 @@ class PhaseRun:
         with self.clock.waiting():
             batches = next(self.batches)
         placed = place(batches, self.mesh, axis=1)
-        was_idle = self.pending is None or self.pending[-1]["loss"].is_ready()
+        was_idle = self.pending is None or self.pending[-1]["loss"].is_ready()  # type: ignore[attr-defined]
         self.state, metrics = self.train_steps(self.state, placed)
         self.clock.enqueued(was_idle)
         self._fetch()
@@ -226,7 +232,8 @@ class PhaseRun:
         return self.earlier_seconds + time.monotonic() - self.began
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish what is being written, and stop the threads."""
+        self.batches.close()
         self.checkpoints.close()
         self.log.close()
 
@@ -235,13 +242,9 @@ class PhaseRun:
 
     def _diverged(self, what: str) -> NoReturn:
         kept = self.saved_step
+        last = "there is no checkpoint" if kept is None else f"the last checkpoint is step {kept}"
         raise NonFiniteError(
-            f"phase {self.phase.name!r}: {what}. This state was not saved; "
-            + (
-                "there is no checkpoint."
-                if kept is None
-                else f"the last checkpoint is step {kept}."
-            )
+            f"phase {self.phase.name!r}: {what}. This state was not saved; {last}."
         )
 
 

@@ -6,13 +6,16 @@ import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from experiments.common import flags
+from experiments.common.plot import read_rows
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -54,6 +57,7 @@ def write_result(
     device = jax.local_devices()[0]
     commit, dirty = git_state()
     record = {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "config": flags.to_dict(config),
         "config_hash": flags.config_hash(config),
         "git_commit": commit,
@@ -70,6 +74,18 @@ def write_result(
     }
     write_json(path, record)
     return record
+
+
+def timing(run_dir: pathlib.Path, phase: str) -> dict[str, float]:
+    """Means over a phase of what `log.Clock` measured, weighted by time.
+
+    The first row, which holds the first dispatches, is left out if there are others.
+    """
+    rows = read_rows(run_dir / f"{phase}_timing.csv")
+    rows = rows[1:] or rows
+    seconds = sum(row["seconds"] for row in rows)
+    names = ("tokens_per_second", "input_wait_fraction", "host_fraction")
+    return {name: sum(row[name] * row["seconds"] for row in rows) / seconds for name in names}
 
 
 def git_state() -> tuple[str | None, bool | None]:

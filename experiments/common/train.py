@@ -66,12 +66,13 @@ def train(
     if not names or len(set(names)) != len(names):
         raise ValueError(f"phases need different names, at least one; got {names}.")
     run_dir = pathlib.Path(run_dir).absolute()
-    started = open_run(run_dir, config, vocabulary)
+    description = describe(config, vocabulary)
+    started = open_run(run_dir, description)
     params, seconds = None, 0.0
     with StopSignals() as stop:
         for number, phase in enumerate(phases):
             key = jax.random.fold_in(jax.random.key(settings.seed), number)
-            run = PhaseRun(phase, settings, run_dir, describe(config, vocabulary), key, params)
+            run = PhaseRun(phase, settings, run_dir, description, key, params)
             try:
                 run.run(stop)
                 params = run.best_params()

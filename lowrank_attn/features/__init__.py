@@ -7,6 +7,7 @@ from lowrank_attn.features.base import FeatureMap as FeatureMap
 from lowrank_attn.features.elu import elu as elu
 from lowrank_attn.features.llops import llops as llops
 from lowrank_attn.features.slay import slay as slay
+from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.statistics import active_features as active_features
 from lowrank_attn.features.statistics import effective_rank as effective_rank
 from lowrank_attn.features.taylor import taylor as taylor
@@ -15,6 +16,7 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "llops": llops,
     "llops_paper": functools.partial(llops, constants=False, tied=False),
     "slay": slay,
+    "slay_paper": slay_paper,
     "taylor": taylor,
     "elu": elu,
 }

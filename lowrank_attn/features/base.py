@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 Params = Mapping[str, jax.Array]
 
@@ -33,7 +34,7 @@ class FeatureMap(NamedTuple):
         apply: `apply(params, x, is_query=..., positions=...)` maps the rows x [T, D] of ONE head to
             [T, M]. `params` is `trainable | constant` of that head, without the leading H.
             Row t of the result depends on row t of x (and positions[t]) only. The result has the
-            dtype of x; products, norms and exponentials are taken in float32.
+            dtype of x; norms, exponentials, sums and element-wise products are taken in float32.
         non_negative: whether phi(q) . phi(k) >= 0 for all q, k. Signed maps must not be divided by
             the plain sum of their scores.
         normalize: the normaliser that is safe for this map, used when the caller names none.
@@ -71,12 +72,16 @@ class FeatureMap(NamedTuple):
         if Hx % H:
             raise ValueError(f"x has {Hx} heads, expected a multiple of the {H} heads of params.")
 
-        def one_head(head_params, rows, row_positions):
-            return self.apply(head_params, rows, is_query=is_query, positions=row_positions)
+        # Rows are independent: all rows of one head become one matrix, [H, B * T * G, D].
+        G = Hx // H
+        rows = jnp.moveaxis(x.reshape(B, T, H, G, D), 2, 0).reshape(H, B * T * G, D)
+        if positions is not None:
+            positions = jnp.broadcast_to(positions, (B, T))
+            positions = jnp.broadcast_to(positions[:, :, None], (B, T, G)).reshape(-1)
 
-        batched = positions is not None and positions.ndim == 2
-        over_group = jax.vmap(one_head, (None, 1, None), 1)
-        over_heads = jax.vmap(over_group, (0, 1, None), 1)
-        over_batch = jax.vmap(over_heads, (None, 0, 0 if batched else None))
-        phi = over_batch(params, x.reshape(B, T, H, Hx // H, D), positions)
+        def one_head(head_params, rows):
+            return self.apply(head_params, rows, is_query=is_query, positions=positions)
+
+        phi = jax.vmap(one_head)(params, rows)
+        phi = jnp.moveaxis(phi.reshape(H, B, T, G, phi.shape[-1]), 0, 2)
         return phi.reshape(B, T, Hx, phi.shape[-1])

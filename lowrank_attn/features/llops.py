@@ -52,7 +52,7 @@ def llops(
         tied: whether queries and keys share W, b and lambda.
         squared: whether features are squared, which makes all scores non-negative and the plain sum
             a safe normaliser. It doubles the degree and measured worse in training.
-        scale: None takes 1.0 for p <= 2 or without constants, else 0.5.
+        scale: None takes 0.25 if squared, else 1.0 for p <= 2 or without constants, else 0.5.
         qk_norm: whether x is RMS-normalised (epsilon 1e-6) over D first.
 
     Raises:
@@ -72,7 +72,7 @@ def llops(
     p, M, t = num_factors, num_features, rank
     G = 1 if tied else 2
     if scale is None:
-        scale = 0.5 if constants and p > 2 else 1.0
+        scale = 0.25 if squared else 0.5 if constants and p > 2 else 1.0
 
     def init(key, D, H):
         params = {"W": jax.random.normal(key, (H, G, p, t, D, M), jnp.float32)}

@@ -158,7 +158,7 @@ class LinearAttention(nn.Module):
         return dense(E, "out", axis=(-2, -1))(y), state
 
 
-class AttentionFn(nn.Module):
+class AttentionFn(Attend):
     """`attention_fn` for `flax.linen.MultiHeadDotProductAttention`, with parameters of its own.
 
         nn.MultiHeadDotProductAttention(num_heads=H, attention_fn=AttentionFn(causal=True))
@@ -167,16 +167,7 @@ class AttentionFn(nn.Module):
     matter are spelled out here. The layer's `precision` applies to its projections only.
     """
 
-    kernel: str | Kernel = "llops"
-    options: dict | None = None
-    causal: bool = False
-    normalize: str | None = None
-    chunk_size: int = 128
-    implementation: Any = None
-    param_dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         query: jax.Array,
         key: jax.Array,
@@ -195,14 +186,5 @@ class AttentionFn(nn.Module):
         check_flax_call(dropout_rate, deterministic, module)
         if dtype is not None:
             query, key, value = (x.astype(dtype) for x in (query, key, value))
-        y, _ = Attend(
-            kernel=self.kernel,
-            options=self.options,
-            causal=self.causal,
-            normalize=self.normalize,
-            chunk_size=self.chunk_size,
-            implementation=self.implementation,
-            param_dtype=self.param_dtype,
-            name="attend",
-        )(query, key, value, mask=padding_mask(mask, key))
+        y, _ = super().__call__(query, key, value, mask=padding_mask(mask, key))
         return y

@@ -8,6 +8,8 @@ from lowrank_attn.layers.nnx import LinearAttention
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "none")
 POOLINGS = ("mean", "max", "last", "cls")
+# Up to so many token ids, embedding and its gradient are matrix products.
+LARGEST_ONE_HOT = 512
 
 
 class Block(nnx.Module):
@@ -125,7 +127,7 @@ class Encoder(nnx.Module):
         B, T = tokens.shape
         if self.max_length < T:
             raise ValueError(f"tokens has length {T}, expected at most {self.max_length}.")
-        x = self.embedding(tokens.astype(jnp.int32))
+        x = self._embed(tokens)
         if self.position is not None:
             x = x + self.position[...][:T].astype(x.dtype)
         elif self.positions == "sinusoidal":
@@ -139,6 +141,18 @@ class Encoder(nnx.Module):
         for block in self.blocks:
             x = block(x, mask, rngs)
         return self.norm(x)
+
+    def _embed(self, tokens):
+        """Look up embeddings; small tables by a matrix product with one-hot rows.
+
+        The gradient of a look-up adds the rows of all B T tokens into a few table rows one by one,
+        which is many times slower on accelerators than everything else in a small encoder.
+        """
+        if self.embedding.num_embeddings > LARGEST_ONE_HOT:
+            return self.embedding(tokens.astype(jnp.int32))
+        table = self.embedding.embedding[...]
+        table = table.astype(self.embedding.dtype or table.dtype)
+        return jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table
 
 
 class Classifier(nnx.Module):
