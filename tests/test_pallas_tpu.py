@@ -78,7 +78,12 @@ def make_call(
         "v": normal(B, *sources, H, P),
     }
     sums = normalize.startswith("sum")
-    feature_map = {"llops": features.llops(2, M, squared=sums), "odd": odd_map, None: None}[map_]
+    feature_map = {
+        "llops": features.llops(2, M, squared=sums),
+        "odd": odd_map,
+        "slay": features.slay(),
+        None: None,
+    }[map_]
     constant, width = {}, D
     if feature_map is not None:
         x["params"], constant = feature_map.init(next(keys), D, map_heads or H)
@@ -163,6 +168,7 @@ FLOAT32 = {
     "sum": {"normalize": "sum", "segments": True, "initial": True},
     "mapped": {"normalize": "sum_plus_one", "mask": True, "B": 2, "map_": None},
     "shared_map": {"H": 4, "map_heads": 2, "T": 20},
+    "map_with_constants": {"map_": "slay", "normalize": "sum", "T": 20},
     "odd_map": {"map_": "odd", "segments": True, "H": 3},
     "decay": {"rule": "decay", "segments": True, "initial": True},
     "decay_grouped": {"rule": "decay", "normalize": "rms", "mask": True, "G": 2, "H": 1, "T": 50},

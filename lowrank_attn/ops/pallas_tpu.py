@@ -139,14 +139,26 @@ def _totals_and_reads(args, method):
 
 
 def _map_outside(args, method):
-    """The function that maps one head in a kernel; maps without one are applied here, by XLA."""
-    if hasattr(method.features, "apply"):
+    """The function that maps one head in a kernel; maps that have none are applied here, by XLA."""
+    if hasattr(method.features, "apply") and not _holds_constants(args, method.features.apply):
         H = args.k.shape[2]  # consecutive heads may share parameters
         params = {n: jnp.repeat(p, H // p.shape[0], axis=0) for n, p in args.params.items()}
         return args._replace(params=params), method.features.apply
     q = method.features(args.params, args.q, is_query=True, positions=args.q_positions)
     k = method.features(args.params, args.k, is_query=False, positions=args.k_positions)
     return args._replace(q=q, k=k, params={}), lambda params, x, *, is_query, positions: x
+
+
+def _holds_constants(args, apply):
+    """Whether `apply` of one head refers to arrays of its own, which a kernel cannot capture."""
+    params = {n: jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for n, p in args.params.items()}
+    rows = jax.ShapeDtypeStruct((16, args.q.shape[-1]), args.q.dtype)
+    positions = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def one_head(params, rows, positions):
+        return apply(params, rows, is_query=True, positions=positions)
+
+    return bool(jax.make_jaxpr(one_head)(params, rows, positions).consts)
 
 
 def _map_keys(features, k, params, tokens):
