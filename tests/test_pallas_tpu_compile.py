@@ -66,9 +66,7 @@ def check_schedule(chip, job, direction):
         assert report["mxu_busy"] >= LEAST_MXU_BUSY[chip], report
 
 
-@pytest.mark.parametrize(
-    ("job", "direction"), [("fused2", "forward"), ("scan", "backward")], ids="-".join
-)
+@pytest.mark.parametrize(("job", "direction"), [("fused2", "forward"), ("scan", "backward")])
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_schedule(chip, job, direction):
     check_schedule(chip, job, direction)
