@@ -79,19 +79,16 @@ class Layout(NamedTuple):
 
     def specs(self, inputs: Inputs) -> Any:
         """Block specs of the inputs, for a grid over (head blocks, sequence blocks, steps)."""
-        return Inputs(
+        line = pl.BlockSpec((self.b, self.chunks, 1, self.C), lambda h, b, s: (b, self.at(s), 0, 0))
+        parts: list[Any] = [
             self.state(inputs.S.shape),
             {n: self.block(x.shape) for n, x in inputs.blocks.items()},
             {n: self.row() for n in inputs.rows},
             {n: self.param(x.shape) for n, x in inputs.params.items()},
             {n: self.param(x.shape) for n, x in inputs.constants.items()},
-            {
-                n: pl.BlockSpec(
-                    (self.b, self.chunks, 1, self.C), lambda h, b, s: (b, self.at(s), 0, 0)
-                )
-                for n in inputs.tokens
-            },
-        )
+            dict.fromkeys(inputs.tokens, line),
+        ]
+        return Inputs(*parts)
 
     def state(self, shape):
         return pl.BlockSpec((self.b, self.h, *shape[2:]), lambda h, b, s: (b, h, 0, 0))
