@@ -15,10 +15,9 @@ from lowrank_attn.ops import api
 
 B, T, H, D, P, M = 2, 37, 2, 6, 5, 24
 MAP = llops(3, M)
-EVERYWHERE = [
-    "xla",
-    "reference",
-]  # the others run on one kind of device and have tests of their own
+# The implementations that run on every platform; Pallas kernels have tests of their own.
+PORTABLE = [name for name in ops.IMPLEMENTATIONS if not name.startswith("pallas")]
+FAST = [name for name in PORTABLE if name != "reference"]
 GATES = {
     "additive": None,
     "decay": {"log_decay": -jax.random.uniform(jax.random.key(9), (B, T, H))},
@@ -147,7 +146,7 @@ def test_bidirectional_reference_is_the_quadratic_form(case):
     assert_close((y, state.S), quadratic(case, causal=False))
 
 
-@pytest.mark.parametrize("implementation", ["xla"])
+@pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize("rule", ops.RULES)
 @pytest.mark.parametrize("case", CASES)
 def test_causal_matches_the_reference(case, rule, implementation):
@@ -162,7 +161,7 @@ def test_causal_matches_the_reference(case, rule, implementation):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla"])
+@pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize("case", CASES)
 def test_bidirectional_matches_the_reference(case, implementation):
     trained, fixed = inputs(case)
@@ -173,7 +172,7 @@ def test_bidirectional_matches_the_reference(case, implementation):
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("implementation", ["xla"])
+@pytest.mark.parametrize("implementation", FAST)
 @pytest.mark.parametrize("op", ["causal", "bidirectional"])
 @pytest.mark.parametrize("case", ["plain", "sum", "rms_packed_padded"])
 def test_bfloat16_error_is_that_of_the_reference(case, op, implementation):
@@ -200,7 +199,7 @@ def test_bfloat16_error_is_that_of_the_reference(case, op, implementation):
         assert found <= 1.5 * allowed
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("normalize", ops.NORMALIZERS)
 def test_whole_is_parts_is_single_steps(normalize, implementation):
     trained, fixed = inputs("plain")
@@ -232,7 +231,7 @@ def test_whole_is_parts_is_single_steps(normalize, implementation):
     assert_close((jnp.stack(outputs, 1), state), whole)
 
 
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_reaches_back_or_across_documents(packed, implementation):
     """Influence of every input token on one output, by gradient: exactly zero where hidden."""
@@ -256,7 +255,7 @@ def test_nothing_reaches_back_or_across_documents(packed, implementation):
 
 
 @pytest.mark.parametrize("op", ["causal", "bidirectional"])
-@pytest.mark.parametrize("implementation", EVERYWHERE)
+@pytest.mark.parametrize("implementation", PORTABLE)
 @pytest.mark.parametrize("normalize", ["none", "sum"])
 def test_more_padding_changes_nothing(normalize, implementation, op):
     """Whatever stands in padded keys and values, the real outputs and the state stay the same."""
@@ -354,7 +353,7 @@ def test_first_token_reads_its_own_value():
     features = llops(2, 32, squared=True)
     params = features.init(jax.random.key(0), D, H)[0]
     q, k, v = normal(0, B, 3, H, D), normal(1, B, 3, H, D), normal(2, B, 3, H, P)
-    for implementation in EVERYWHERE:
+    for implementation in PORTABLE:
         y, _ = ops.causal(
             q, k, v, features=features, params=params, normalize="sum", epsilon=1e-12,
             implementation=implementation,
@@ -449,7 +448,7 @@ def test_shapes_that_do_not_fit_are_refused(change, message):
         ({"segment_ids": jnp.zeros((B, T))}, "segment_ids has .*expected integers"),
         ({"positions": jnp.zeros((3,), int)}, r"positions has shape \(3,\), expected \(37,\)"),
         ({"chunk_size": 0}, "chunk_size=0, expected at least 1"),
-        ({"implementation": "triton"}, "implementation='triton' is unknown; known: xla"),
+        ({"implementation": "triton"}, "implementation='triton' is unknown; known: "),
         ({"initial_state": ops.State(jnp.zeros((B, 2, D, P + 1)), None)}, "initial_state.S has"),
         ({"initial_state": ops.State(jnp.zeros((B, 2, D, P), jnp.bfloat16), None)}, "float32"),
         ({"initial_state": ops.State(jnp.zeros((B, 2, D, P)), jnp.zeros((B, 2, D)))}, "z is an"),

@@ -29,9 +29,9 @@ def llops(
 
     The defaults are the form that trains from scratch: constants b_j, tied parameters, and the
     `rms` normaliser. Its kernel begins as (1 + scale^2 c)^p, c the cosine of q and k, which has a
-    linear term from the start. The paper's plain product is `constants=False, tied=False` (named `llops_paper`): its
-    kernel begins as c^p, below the noise of the sketch, and training from scratch lets the features
-    collapse onto a few columns. The fixed multiplier scale / sqrt(D) outside W keeps one Adam step
+    linear term from the start. The paper's plain product is `constants=False, tied=False` (named
+    `llops_paper`): its kernel begins as c^p, below the noise of the sketch, and training from
+    scratch lets the features collapse onto a few columns. The fixed multiplier scale / sqrt(D) outside W keeps one Adam step
     on W small against the factor that it changes.
 
     Trainable leaves, with G = 1 if tied else 2 (queries first, then keys):
@@ -87,30 +87,27 @@ def llops(
 
     def apply(params, x, *, is_query, positions=None):
         side = 0 if tied or is_query else 1
-        if qk_norm:
-            gain = params["gain"][0 if is_query else 1]
-            x_hat = (_rms_norm(x) * gain).astype(x.dtype)
-        else:
-            x_hat = x
         multiplier = scale * x.shape[-1] ** -0.5
+        gain = params["gain"][0 if is_query else 1] if qk_norm else 1.0
+        x_hat = _rms_norm(x) if qk_norm else x.astype(jnp.float32)
+        x_hat = (x_hat * (gain * multiplier)).astype(x.dtype)
 
-        def project(W):  # [t, D, M] -> [T, t, M]
+        def factor(j, r):  # two-dimensional products only, so that this runs in a Pallas TPU block
             precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-            return jax.lax.dot_general(
+            projected = jax.lax.dot_general(
                 x_hat,
-                W.astype(x.dtype),
-                (((1,), (1,)), ((), ())),
+                params["W"][side, j, r].astype(x.dtype),
+                (((1,), (0,)), ((), ())),
                 precision=precision,
                 preferred_element_type=jnp.float32,
-            )
+            )  # [T, M]
+            return projected + params["b"][side, j, r] if constants else projected
 
-        factors = multiplier * jax.vmap(project)(params["W"][side])  # [p, T, t, M]
-        if constants:
-            factors = factors + params["b"][side][:, None]
-        product = functools.reduce(operator.mul, [factors[j] for j in range(p)])
-        if t > 1:
-            product = product * params["lambda"][side]
-        phi = jnp.sum(product, axis=1)
+        def product(r):
+            factors = functools.reduce(operator.mul, [factor(j, r) for j in range(p)])
+            return factors * params["lambda"][side, r] if t > 1 else factors
+
+        phi = functools.reduce(operator.add, [product(r) for r in range(t)])
         if squared:
             phi = jnp.square(phi)
         return (M**-0.5 * phi).astype(x.dtype)
@@ -143,6 +140,7 @@ def _rms_norm(x: jax.Array) -> jax.Array:
     """
     x = x.astype(jnp.float32)
     size = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1.0))
-    x = x / size
+    shrink = 1.0 / size
+    x = x * shrink
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + 1e-6 / jnp.square(size))
+    return x * jax.lax.rsqrt(mean_square + 1e-6 * jnp.square(shrink))

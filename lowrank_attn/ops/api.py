@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.ops import pallas_gpu, reference, xla
+from lowrank_attn.ops import pallas_gpu, pallas_tpu, reference, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.checks import check_gates, check_qkv, check_state, check_tokens
 from lowrank_attn.ops.normalize import needs_denominator
 from lowrank_attn.ops.rules import RULES, Rule
 
-IMPLEMENTATIONS = {"xla": xla, "pallas_gpu": pallas_gpu, "reference": reference}
+IMPLEMENTATIONS = {
+    "xla": xla,
+    "pallas_tpu": pallas_tpu,
+    "pallas_gpu": pallas_gpu,
+    "reference": reference,
+}
 DEFAULT_IMPLEMENTATIONS = ("xla",)
 
 
@@ -61,10 +66,11 @@ def causal(
             None where a new document begins there.
         positions: [T] or [B, T] int, handed to `features`; None: 0..T-1.
         initial_state: what an earlier call returned; None: zeros.
-        chunk_size: tokens that are processed together by chunked implementations.
-        implementation: `xla`, `pallas_gpu` (Hopper GPUs), `reference`, or a sequence of names, of
-            which the first that supports the call is used, with a warning for each one that does
-            not; None: the library's order.
+        chunk_size: tokens that are processed together by `xla`; the kernels have sizes of their own
+            for each chip, which `pallas_tpu` lowers for a chunk_size below 128.
+        implementation: `xla`, `pallas_tpu`, `pallas_gpu` (Hopper GPUs), `reference`, or a sequence
+            of names, of which the first that supports the call is used, with a warning for each one
+            that does not; None: the library's order.
 
     Returns:
         y [B, T, Hq, P] in the dtype of v, and the `State` after the last token, in float32.

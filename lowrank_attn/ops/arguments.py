@@ -76,9 +76,9 @@ class Method(NamedTuple):
         phi_k = self.features(args.params, args.k, is_query=False, positions=args.k_positions)
         if args.mask is not None:
             phi_k = jnp.where(args.mask[:, :, None, None], phi_k, 0)
-        return phi_q, phi_k, self._with_ones(args.v)
+        return phi_q, phi_k, self.with_ones(args.v)
 
-    def _with_ones(self, v):
+    def with_ones(self, v):
         """Append the column of ones whose sums are the denominator, if there is one."""
         if not needs_denominator(self.normalize):
             return v

@@ -51,13 +51,18 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
 
 
 def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """Two matrix products: the state of all keys, then what each query reads from it.
+    """Two matrix products: the state of all keys, then what each query reads from it."""
+    if args.reset is not None:
+        return read_packed(args, method, causal)
+    return jax.checkpoint(lambda args: _read_total(args, method))(args)
 
-    Packed documents are read twice instead, causally forward and, without the token itself,
-    backward, since each document has a state of its own.
+
+def read_packed(args: Arguments, method: Method, causal) -> tuple[jax.Array, State]:
+    """`bidirectional` for packed documents, each of which has a state of its own.
+
+    They are read twice by `causal` of some implementation: forward and, without the token itself,
+    backward.
     """
-    if args.reset is None:
-        return jax.checkpoint(lambda args: _read_total(args, method))(args)
     S0 = method.join(args.state)
     *_, v = method.map(args)
     sums = method._replace(normalize="none")

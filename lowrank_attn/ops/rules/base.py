@@ -88,6 +88,17 @@ def visibility(C: int, run: jax.Array | None) -> Visibility:
     )
 
 
+def running_sum(x: jax.Array) -> jax.Array:
+    """Sums of x [C] over the elements up to and including each, as a column [C, 1].
+
+    `jnp.cumsum` cannot run inside a Pallas TPU block.
+    """
+    C = x.shape[0]
+    row = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+    return jnp.sum(jnp.where(row >= column, x[None, :], 0), axis=1, keepdims=True)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Matrix product a . b over one axis of each, accumulated and returned in float32.
 

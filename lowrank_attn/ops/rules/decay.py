@@ -6,7 +6,7 @@ GLA. There is no output normalisation here; a fixed decay is a constant `log_dec
 
 import jax.numpy as jnp
 
-from lowrank_attn.ops.rules.base import Rule, dot, visibility
+from lowrank_attn.ops.rules.base import Rule, dot, running_sum, visibility
 
 
 def _step(S, q, k, v, gates):
@@ -18,7 +18,7 @@ def _step(S, q, k, v, gates):
 def _chunk(S, q, k, v, gates, run):
     C = q.shape[0]
     see = visibility(C, run)
-    total = jnp.cumsum(gates["log_decay"].astype(jnp.float32))[:, None]  # [C, 1], falls from <= 0
+    total = running_sum(gates["log_decay"].astype(jnp.float32))  # [C, 1], falls from <= 0
     # exp of a difference of sums, never a quotient of exponentials, which would overflow; hidden
     # pairs have a positive difference and are set to 0 before the exponential
     between = jnp.where(see.pairs > 0, total - total.T, 0.0)

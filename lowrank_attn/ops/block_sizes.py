@@ -1,0 +1,45 @@
+"""Block sizes of the Pallas kernels by chip, chosen by the compiler's static schedules."""
+
+from typing import NamedTuple
+
+from jax.experimental.pallas import tpu as pltpu
+
+MIB = 2**20
+
+
+class TPUBlocks(NamedTuple):
+    """Block sizes of the TPU kernels.
+
+    Attributes:
+        chunk: tokens per matrix product in the forward scan.
+        heads: heads (or sequences, where heads are few) per grid step of the forward scan.
+        backward_chunk: as `chunk`, in the backward scan.
+        backward_heads: as `heads`, in the backward scan.
+        vmem_bytes: the vector memory that one kernel may use.
+    """
+
+    chunk: int
+    heads: int
+    backward_chunk: int
+    backward_heads: int
+    vmem_bytes: int
+
+
+TPU = {
+    "v4": TPUBlocks(256, 4, 256, 1, 15 * MIB),
+    "v5e": TPUBlocks(256, 8, 256, 4, 96 * MIB),
+    "v5p": TPUBlocks(256, 8, 256, 4, 48 * MIB),
+    "v6e": TPUBlocks(512, 4, 512, 2, 96 * MIB),
+    "7x": TPUBlocks(512, 4, 512, 2, 48 * MIB),
+}
+TPU_FALLBACK = TPUBlocks(256, 4, 256, 1, 15 * MIB)
+
+
+def tpu_name() -> str | None:
+    """The TPU that is compiled for: of the mesh in scope, else the default device; None: no TPU."""
+    return pltpu.get_tpu_info().chip_version.value if pltpu.is_tpu_device() else None
+
+
+def tpu_blocks() -> TPUBlocks:
+    """The row of the TPU that is compiled for, or the one that fits everywhere."""
+    return TPU.get(tpu_name() or "", TPU_FALLBACK)
