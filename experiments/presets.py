@@ -19,12 +19,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "pooling": "max",
             "dropout": 0.0,
             "dtype": "float32",
-            "steps": 400,
+            "kernel_options": {"llops": "num_features=64", "llops_paper": "num_features=64"},
+            "steps": 200,
             "batch_size": 16,
             "learning_rate": 3e-3,
-            "warmup_steps": 40,
+            "warmup_steps": 20,
             "schedule": "cosine",
-            "eval_every": 200,
+            "eval_every": 100,
         },
     },
     # Skyformer (Chen et al. 2021), the set-up behind most tables of linear attention: its code's
@@ -105,12 +106,13 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def resolve(preset: str, task: str, platform: str) -> tuple[str, Mapping[str, Any]]:
+def resolve(preset: str, task: str, kernel: str, platform: str) -> tuple[str, dict[str, Any]]:
     """The name behind `auto` and the settings of a preset.
 
     Args:
         preset: `auto` or a name in `PRESETS`; `auto` is `quick` on a CPU, else `skyformer`.
         task: the task.
+        kernel: chooses among a preset's `kernel_options`.
         platform: of the default device, such as `cpu`.
 
     Raises:
@@ -121,4 +123,6 @@ def resolve(preset: str, task: str, platform: str) -> tuple[str, Mapping[str, An
     if task not in PRESETS[preset]:
         known = ", ".join(PRESETS[preset])
         raise ValueError(f"preset={preset!r} has no settings for task={task!r}; known: {known}.")
-    return preset, PRESETS[preset][task]
+    settings = dict(PRESETS[preset][task])
+    settings["kernel_options"] = settings.get("kernel_options", {}).get(kernel, "")
+    return preset, settings

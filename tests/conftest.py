@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from toy_run import ToyConfig, pretrain_only, run_toy
 
 # Two float32 sums of the same few hundred terms in another order differ by a few units in the last
 # place (6e-8) of their largest partial sum; 2e-5 of the tensor's maximum leaves room for partial
@@ -30,3 +32,12 @@ def assert_close(found, expected, tolerance: float = FLOAT32_TOLERANCE) -> None:
 def normal(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
     """Standard normal numbers."""
     return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.fixture(scope="session")
+def short_run(tmp_path_factory):
+    """The settings and the folder of a run of one phase with checkpoints 8 and 16."""
+    config = ToyConfig(pretrain_steps=16)
+    run_dir = tmp_path_factory.mktemp("short")
+    run_toy(config, run_dir, pretrain_only(config))
+    return config, run_dir

@@ -1,4 +1,4 @@
-"""LLoPS: the sketch it claims to be, its scale, and numbers that tell whether features are alive."""
+"""LLoPS: the sketch it claims to be, its scale, and whether its features are alive."""
 
 import jax
 import jax.numpy as jnp

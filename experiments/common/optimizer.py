@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-SCHEDULES = ("cosine", "linear", "constant")
+SCHEDULES = ("cosine", "linear", "constant", "rsqrt")
 CLIPPINGS = ("norm", "value", "none")
 
 
@@ -21,8 +22,9 @@ def learning_rate_schedule(
 ) -> optax.Schedule:
     """The learning rate of every step.
 
-    It rises linearly from 0 at step 0 to `peak` at `warmup_steps`, then stays (`constant`) or falls
-    to 0 at `total_steps`: along half a cosine, or linearly.
+    It rises linearly from 0 at step 0 to `peak` at `warmup_steps`. Then it stays (`constant`),
+    falls to 0 at `total_steps` along half a cosine or linearly, or falls as
+    peak * sqrt(warmup_steps / step) (`rsqrt`, which needs a warm-up).
 
     Raises:
         ValueError: if the name is unknown or the warm-up is longer than the run.
@@ -33,11 +35,14 @@ def learning_rate_schedule(
         raise ValueError(
             f"warmup_steps={warmup_steps} must be between 0 and total_steps={total_steps}."
         )
+    if schedule == "rsqrt" and warmup_steps == 0:
+        raise ValueError("warmup_steps=0 with schedule='rsqrt', expected at least 1.")
     rest = max(total_steps - warmup_steps, 1)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
+        "rsqrt": lambda step: peak * jnp.sqrt(warmup_steps / (warmup_steps + step)),
     }[schedule]
     if warmup_steps == 0:
         return after

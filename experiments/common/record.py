@@ -40,7 +40,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 def write_result(
     path: str | os.PathLike[str],
     config: Any,
-    metrics: Mapping[str, float],
+    metrics: Mapping[str, Any],
     *,
     started: float,
     seconds: float,

@@ -45,8 +45,9 @@ class Split:
     """N examples as a random-access sequence; a source for `grain.MapDataset`.
 
     Example i is `{"tokens": [max_length], "length": int32, "label": int32}`: its `length` ids, in
-    the dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by `length`. With lengths
-    [N, 2] (two documents an example) it is `tokens` [2, max_length] and `length` [2].
+    the dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by
+    `length`. With lengths [N, 2] (two documents an example) it is `tokens` [2, max_length] and
+    `length` [2].
 
     Attributes:
         tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths].

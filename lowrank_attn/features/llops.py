@@ -31,8 +31,8 @@ def llops(
     `rms` normaliser. Its kernel begins as (1 + scale^2 c)^p, c the cosine of q and k, which has a
     linear term from the start. The paper's plain product is `constants=False, tied=False` (named
     `llops_paper`): its kernel begins as c^p, below the noise of the sketch, and training from
-    scratch lets the features collapse onto a few columns. The fixed multiplier scale / sqrt(D) outside W keeps one Adam step
-    on W small against the factor that it changes.
+    scratch lets the features collapse onto a few columns. The fixed multiplier scale / sqrt(D)
+    outside W keeps one Adam step on W small against the factor that it changes.
 
     Trainable leaves, with G = 1 if tied else 2 (queries first, then keys):
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from lowrank_attn import ops
 from lowrank_attn.features import FEATURE_MAPS, FeatureMap
 from lowrank_attn.layers import ATTENTION, AttentionMethod
-
 from lowrank_attn.ops.normalize import needs_denominator
 
 Kernel = FeatureMap | AttentionMethod

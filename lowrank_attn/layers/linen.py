@@ -58,7 +58,7 @@ class Attend(nn.Module):
             return kernel.init(self.make_rng("params"), D, H)[1]
 
         trained, fixed = jax.eval_shape(lambda: kernel.init(jax.random.key(0), D, H))
-        params = {}
+        params: dict[str, jax.Array] = {}
         if trained:
             params |= self.param("phi", trainable)
         if fixed:

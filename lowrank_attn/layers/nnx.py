@@ -218,7 +218,7 @@ class AttentionFn(Attend):
     The arguments are those of `Attend`. The layer's `precision` applies to its projections only.
     """
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         query: jax.Array,
         key: jax.Array,

@@ -191,9 +191,8 @@ class Classifier(nnx.Module):
         self.pooling = pooling
         self.two_towers = two_towers
         features = encoder.width * (4 if two_towers else 1)
-        deep = head_width is not None
-        self.hidden = nnx.Linear(features, head_width, rngs=rngs) if deep else None
-        self.head = nnx.Linear(head_width if deep else features, num_classes, rngs=rngs)
+        self.hidden = None if head_width is None else nnx.Linear(features, head_width, rngs=rngs)
+        self.head = nnx.Linear(head_width or features, num_classes, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, mask: jax.Array, *, rngs: nnx.Rngs | None = None

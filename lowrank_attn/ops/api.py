@@ -50,8 +50,8 @@ def causal(
             share one key/value head.
         k: [B, T, H, D].
         v: [B, T, H, P]; y has its dtype.
-        features: a `FeatureMap`, or any `features(params, x, is_query=..., positions=...)` that maps
-            [B, T, Hx, D] to [B, T, Hx, M] row by row; None: q and k are features already. Given
+        features: a `FeatureMap`, or any `features(params, x, is_query=..., positions=...)` from
+            [B, T, Hx, D] to [B, T, Hx, M], row by row; None: q and k are features already. Given
             here, features are mapped chunk by chunk and never stored for the whole sequence.
         params: the parameters of `features`, `trainable | constant`.
         rule: name in `RULES` or a `Rule`.
@@ -173,10 +173,10 @@ def decode_step(
     def with_token_axis(x):
         return None if x is None else jnp.expand_dims(jnp.asarray(x), 1)
 
+    q, k, v = (with_token_axis(x) for x in (q, k, v))
     args, method = _prepare(
-        *(with_token_axis(x) for x in (q, k, v)), features, params, rule,
-        jax.tree.map(with_token_axis, gates), normalize, epsilon, with_token_axis(mask), None,
-        with_token_axis(positions), state, 1,
+        q, k, v, features, params, rule, jax.tree.map(with_token_axis, gates), normalize, epsilon,
+        with_token_axis(mask), None, with_token_axis(positions), state, 1,
     )  # fmt: skip
     y, state = _dispatch("decode_step", args, method, implementation)
     return y[:, 0], state

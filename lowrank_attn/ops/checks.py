@@ -60,7 +60,8 @@ def check_gates(gates, names: tuple[str, ...], shape: tuple[int, int, int]) -> d
     gates = {} if gates is None else dict(gates)
     if set(gates) != set(names):
         raise ValueError(
-            f"gates has {sorted(gates) or 'none'}, expected {sorted(names) or 'none'} for this rule."
+            f"gates has {sorted(gates) or 'none'}, expected {sorted(names) or 'none'} for this "
+            "rule."
         )
     for name, gate in gates.items():
         if gate.ndim not in (3, 4) or gate.shape[:3] != shape:
@@ -91,7 +92,7 @@ def check_state(state: State | None, shape: tuple[int, int, int, int], with_z: b
             f"initial_state.z is {'None' if state.z is None else 'an array'}, expected "
             f"{'an array' if with_z else 'None'} for this normaliser: z is kept only by the sums."
         )
-    if with_z and (state.z.shape != shape[:3] or state.z.dtype != jnp.float32):
+    if state.z is not None and (state.z.shape != shape[:3] or state.z.dtype != jnp.float32):
         raise ValueError(
             f"initial_state.z has shape {state.z.shape} and dtype {state.z.dtype}, expected "
             f"{shape[:3]} and float32."

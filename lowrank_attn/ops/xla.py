@@ -30,22 +30,23 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
         q_positions=jnp.broadcast_to(args.q_positions, (B, T)),
         k_positions=jnp.broadcast_to(args.k_positions, (B, T)),
     )
-    once = {"params": args.params, "state": None}
+    no_state = State(None, None)  # type: ignore[arg-type]  # the scan carries it
 
     def cut(x):  # [B, T, ...] -> [spans, chunks per span, B, C, ...]
         x = jnp.pad(x, [(0, 0), (0, padded - T)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, spans, per_span, C, *x.shape[2:]), 0, 2)
 
     def chunk(S, args):
-        y, S = _chunk_all_heads(S, args._replace(**once), method)
+        y, S = _chunk_all_heads(S, args._replace(params=params), method)
         return S, method.finish(y, args.v.dtype)
 
     @jax.checkpoint
     def span(S, args):
         return jax.lax.scan(chunk, S, args)
 
-    per_token = jax.tree.map(cut, args._replace(params={}, state=None))
-    S, y = jax.lax.scan(span, method.join(args.state), per_token)
+    S, params = method.join(args.state), args.params
+    per_token = jax.tree.map(cut, args._replace(params={}, state=no_state))
+    S, y = jax.lax.scan(span, S, per_token)
     y = jnp.moveaxis(y, 2, 0).reshape(B, padded, Hq, -1)[:, :T]
     return y, method.split(S)
 

@@ -1,0 +1,121 @@
+"""The settings of `experiments.lra`."""
+
+import ast
+import dataclasses
+from typing import Any
+
+from experiments import objectives, presets
+from experiments.common import optimizer
+from experiments.common.flags import setting
+from experiments.common.phase import LoopSettings
+from experiments.tasks import TASKS
+from lowrank_attn.features import FEATURE_MAPS
+from lowrank_attn.layers import ATTENTION
+from lowrank_attn.models.encoder import POOLINGS, POSITIONS
+from lowrank_attn.ops import IMPLEMENTATIONS, NORMALIZERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(LoopSettings):
+    """Train and test an encoder on one task of Long Range Arena."""
+
+    task: str = setting("listops", "what to learn", choices=tuple(TASKS))
+    kernel: str = setting("llops", "what attends", choices=(*FEATURE_MAPS, *ATTENTION))
+    preset: str = setting("auto", "settings to start from", choices=("auto", *presets.PRESETS))
+    data_dir: str | None = setting(
+        None, "folder of the published files; default: generated data", changes_result=False
+    )
+    cache_dir: str = setting("data", "folder for prepared data", changes_result=False)
+    run_dir: str | None = setting(
+        None, "folder of this run; default: under runs/, named by the settings",
+        changes_result=False,
+    )  # fmt: skip
+
+    num_layers: int = setting(2, "blocks", group="model")
+    width: int = setting(64, "size of the residual stream, E", group="model")
+    num_heads: int = setting(2, "heads, H", group="model")
+    qk_dim: int | None = setting(
+        None, "head size of queries and keys, D; default: 16 for taylor, else E / H", group="model"
+    )
+    mlp_width: int = setting(128, "hidden size of the MLPs", group="model")
+    head_width: int | None = setting(
+        None, "hidden size of the classifier; default: linear", group="model"
+    )
+    kernel_options: str = setting(
+        "", "of the kernel, such as num_factors=2,num_features=128", group="model"
+    )
+    normalize: str | None = setting(
+        None, "normaliser; default: the safe one of the kernel", group="model", choices=NORMALIZERS
+    )
+    causal: bool = setting(False, "whether tokens see earlier ones only", group="model")
+    positions: str = setting("learned", "kind of positions", group="model", choices=POSITIONS)
+    pooling: str = setting("mean", "over tokens", group="model", choices=POOLINGS)
+    dropout: float = setting(0.0, "rate", group="model")
+    dtype: str = setting(
+        "float32", "of the computation", group="model", choices=("float32", "bfloat16")
+    )
+    implementation: str | None = setting(
+        None, "of attention; default: by platform", group="model", choices=tuple(IMPLEMENTATIONS)
+    )
+
+    steps: int = setting(5000, "of training on labels", group="optimizer")
+    batch_size: int = setting(32, "examples", group="optimizer")
+    learning_rate: float = setting(1e-3, "highest", group="optimizer")
+    schedule: str = setting(
+        "cosine", "of the rate after warm-up", group="optimizer", choices=optimizer.SCHEDULES
+    )
+    warmup_steps: int = setting(500, "at most a tenth of the steps is taken", group="optimizer")
+    b2: float = setting(0.999, "decay of the second moment", group="optimizer")
+    weight_decay: float = setting(0.01, "of matrices", group="optimizer")
+    clip: str = setting("norm", "gradients by", group="optimizer", choices=optimizer.CLIPPINGS)
+    clip_at: float = setting(1.0, "norm or value", group="optimizer")
+
+    pretrain_steps: int = setting(0, "of training on inputs alone, first", group="pretraining")
+    objective: str = setting(
+        "masked", "what is predicted", group="pretraining", choices=objectives.OBJECTIVES
+    )
+    mask_ratio: float = setting(0.1, "share of tokens that are masked", group="pretraining")
+    pretrain_learning_rate: float | None = setting(
+        None, "highest; default: learning_rate", group="pretraining"
+    )
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without data.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        parse_options(self.kernel_options)
+        for name in ("steps", "batch_size", "num_layers", "eval_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}, expected at least 1.")
+        if self.pretrain_steps < 0:
+            raise ValueError(f"pretrain_steps={self.pretrain_steps}, expected 0 or more.")
+        if self.pretrain_steps and self.objective == "masked" and not 0 < self.mask_ratio < 1:
+            raise ValueError(
+                f"mask_ratio={self.mask_ratio} with objective='masked', expected a number between "
+                "0 and 1: otherwise there is nothing to learn."
+            )
+        if self.pretrain_steps and (self.objective == "next_token") != self.causal:
+            raise ValueError(
+                f"objective={self.objective!r} with causal={self.causal}: next_token needs "
+                "--causal, masked needs --nocausal."
+            )
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Turn `name=value,name=value` into keyword arguments; values are Python literals or words.
+
+    Raises:
+        ValueError: if a part has no `=`.
+    """
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"kernel_options={text!r}: {part!r} is not of the form name=value.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
