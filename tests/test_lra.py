@@ -60,7 +60,7 @@ def curves(run_dir):
 
 @pytest.mark.slow
 def test_killed_command_continues_bit_for_bit(data, tmp_path):
-    """kill -9 in both phases, then the same command: the curves of the uninterrupted run."""
+    """SIGKILL in both phases, then the same command: the curves of the uninterrupted run."""
     arguments = ("--pretrain_steps=8", "--checkpoint_every=2")
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
@@ -74,7 +74,7 @@ def test_killed_command_continues_bit_for_bit(data, tmp_path):
         ):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate()
     code, again, err = finished(command(data, tmp_path / "killed", *arguments))
     assert code == 0, err
     assert curves(tmp_path / "killed" / "run") == curves(tmp_path / "whole" / "run")

@@ -42,7 +42,7 @@ def learning_rate_schedule(
         "cosine": optax.cosine_decay_schedule(peak, rest),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
-        "rsqrt": lambda step: peak * jnp.sqrt(warmup_steps / (warmup_steps + step)),
+        "rsqrt": lambda step: peak * jnp.sqrt(warmup_steps / (warmup_steps + jnp.maximum(step, 0))),
     }[schedule]
     if warmup_steps == 0:
         return after
