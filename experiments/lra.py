@@ -88,7 +88,7 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
         params = classifier.init(key)
         return params if previous is None else params | {"encoder": previous["encoder"]}
 
-    classification = objectives.classification(classifier.module)
+    classification = objectives.classification(classifier.module, config.log_features)
     shared: dict[str, Any] = {
         "batch_size": config.batch_size,
         "source": task.splits["train"],

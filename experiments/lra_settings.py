@@ -57,6 +57,9 @@ class Config(LoopSettings):
     implementation: str | None = setting(
         None, "of attention; default: by platform", group="model", choices=tuple(IMPLEMENTATIONS)
     )
+    log_features: bool = setting(
+        False, "rank and active features of the keys at evaluations", group="loop"
+    )
 
     steps: int = setting(5000, "of training on labels", group="optimizer")
     batch_size: int = setting(32, "examples", group="optimizer")

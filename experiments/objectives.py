@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from lowrank_attn.features import active_features, effective_rank
+from lowrank_attn.models.encoder import Encoder
+
 OBJECTIVES = ("masked", "next_token")
 
 
@@ -27,11 +30,13 @@ def real_tokens(batch: Any) -> jax.Array:
     return jnp.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
 
 
-def classification(module: Callable[[Any], nnx.Module]) -> Objective:
+def classification(module: Callable[[Any], nnx.Module], log_features: bool = False) -> Objective:
     """Cross entropy and accuracy of `Classifier` logits.
 
     Args:
         module: `module(params)` is the classifier.
+        log_features: whether evaluations also give, for every block, the effective rank and the
+            number of active features of the keys (means over heads and examples).
     """
 
     def predict(params, batch, rngs):
@@ -47,12 +52,35 @@ def classification(module: Callable[[Any], nnx.Module]) -> Objective:
         losses, correct = predict(params, batch, None)
         weight = batch["weight"]
         total = jnp.sum(weight)
-        return {
+        metrics = {
             "loss": (jnp.sum(losses * weight), total),
             "accuracy": (jnp.sum(correct * weight), total),
         }
+        if log_features:
+            for name, numbers in key_statistics(module(params).encoder, batch).items():
+                metrics[name] = (jnp.sum(numbers * weight), total)
+        return metrics
 
     return Objective(loss, evaluate)
+
+
+def key_statistics(encoder: Encoder, batch: Any) -> dict[str, jax.Array]:
+    """`effective_rank_I` and `active_features_I` [B] of the keys of block I, means over heads.
+
+    Only real tokens count.
+    """
+    T = batch["tokens"].shape[-1]
+    real = real_tokens(batch).reshape(-1, T)
+    features = encoder.key_features(batch["tokens"].reshape(-1, T), real)
+    numbers = {}
+    for i, phi in enumerate(features):
+        phi = jnp.moveaxis(phi[:, -T:], 1, 2) * real[:, None, :, None]  # [B, H, T, M]
+        numbers[f"effective_rank_{i}"] = jnp.mean(effective_rank(phi), axis=1)
+        numbers[f"active_features_{i}"] = jnp.mean(active_features(phi, real[:, None]), axis=1)
+    return {
+        name: jnp.mean(x.reshape(batch["label"].shape[0], -1), axis=1)
+        for name, x in numbers.items()
+    }
 
 
 def token_prediction(

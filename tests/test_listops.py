@@ -85,7 +85,7 @@ def test_task(task):
 
 def test_rows_are_whole_and_padded(task):
     for row in task.splits["test"]:
-        assert row["tokens"].shape == (2000,) and row["tokens"].dtype == np.int32
+        assert row["tokens"].shape == (2000,) and row["tokens"].dtype == np.uint8
         assert 501 <= row["length"] <= 1999
         assert (row["tokens"] != 0).sum() == row["length"]
         tokens = grammar.decode(row["tokens"][: row["length"]])

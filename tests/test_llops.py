@@ -153,6 +153,8 @@ def test_statistics_of_known_features():
     assert_close(active_features(one_column), jnp.array([1.0]))
     assert_close(active_features(jnp.full((1, 8, 16), 1e20)), jnp.array([16.0]))
     assert_close(active_features(jnp.zeros((1, 8, 16))), jnp.array([0.0]))
+    some = jnp.ones((1, 8, 16)).at[:, 3:, 1:].set(0)
+    assert_close(active_features(some, jnp.arange(8) < 3), jnp.array([16.0]))
 
 
 def test_plain_sum_of_signed_scores_is_unsafe_and_not_the_default():

@@ -84,8 +84,10 @@ def test_killed_command_continues_bit_for_bit(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_leaves_what_it_promises(data, tmp_path):
-    code, out, err = finished(command(data, tmp_path))
+    code, out, err = finished(command(data, tmp_path, "--log_features"))
     assert code == 0, err
+    header = (tmp_path / "run" / "train_eval.csv").read_text().split("\n")[0]
+    assert "effective_rank_0" in header and "active_features_0" in header
     summary = json.loads(out.splitlines()[-1])
     assert list(summary) == [
         "task", "kernel", "preset", "steps", "seconds", "test_accuracy", "run_dir",
@@ -103,11 +105,11 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     for name in ("majority class", "first token", "test accuracy"):
         assert name in err
 
-    code, again, err = finished(command(data, tmp_path))
+    code, again, err = finished(command(data, tmp_path, "--log_features"))
     assert code == 0 and "already complete" in err
     assert json.loads(again.splitlines()[-1])["test_accuracy"] == summary["test_accuracy"]
 
-    code, _, err = finished(command(data, tmp_path, "--learning_rate=1"))
+    code, _, err = finished(command(data, tmp_path, "--log_features", "--learning_rate=1"))
     assert code == 1 and "learning_rate: 0.003 there, 1.0 now" in err
 
     report = tmp_path / "table"

@@ -133,7 +133,7 @@ def llops(
 
 
 def _rms_norm(x: jax.Array) -> jax.Array:
-    """X / sqrt(mean(x^2) + 1e-6) over the last axis, in float32, for any finite x.
+    """Compute x / sqrt(mean(x^2) + 1e-6) over the last axis, in float32, for any finite x.
 
     Rows are divided by their largest magnitude first (if it is above 1), so that squares cannot
     overflow; the result does not depend on that divisor, which therefore carries no gradient.

@@ -22,11 +22,12 @@ def effective_rank(phi: jax.Array) -> jax.Array:
     return jnp.square(trace) / jnp.maximum(jnp.sum(jnp.square(C), axis=(-2, -1)), 1e-30)
 
 
-def active_features(phi: jax.Array) -> jax.Array:
+def active_features(phi: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Median over tokens of (sum_m phi_m^2)^2 / sum_m phi_m^4: between 1 and M.
 
     Args:
         phi: features [..., T, M] of keys, any floating dtype.
+        mask: bool, broadcasts to [..., T], true at tokens that count; None: all.
 
     Returns:
         [...], float32.
@@ -34,4 +35,6 @@ def active_features(phi: jax.Array) -> jax.Array:
     phi = phi.astype(jnp.float32)
     square = jnp.square(phi / jnp.maximum(jnp.max(jnp.abs(phi), axis=-1, keepdims=True), 1e-30))
     count = jnp.square(jnp.sum(square, -1)) / jnp.maximum(jnp.sum(jnp.square(square), -1), 1e-30)
-    return jnp.median(count, axis=-1)
+    if mask is None:
+        return jnp.median(count, axis=-1)
+    return jnp.nanmedian(jnp.where(mask, count, jnp.nan), axis=-1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lowrank_attn import ops
+from lowrank_attn.features import FeatureMap
 from lowrank_attn.layers.attend import (
     Kernel,
     attend,
@@ -91,7 +92,7 @@ class Attend(nnx.Module):
         """Attend; arguments and results as in `layers.attend.attend`, causal None: the layer's."""
         return attend(
             self.kernel,
-            {name: variable[...] for name, variable in self.phi.items()},
+            self.params(),
             None if self.gain is None else self.gain[...],
             q,
             k,
@@ -105,6 +106,10 @@ class Attend(nnx.Module):
             chunk_size=self.chunk_size,
             implementation=self.implementation,
         )
+
+    def params(self) -> dict[str, jax.Array]:
+        """The kernel's parameters and constants by name."""
+        return {name: variable[...] for name, variable in self.phi.items()}
 
 
 class LinearAttention(nnx.Module):
@@ -194,20 +199,32 @@ class LinearAttention(nnx.Module):
         Returns:
             [B, T, E], and the state after the last token (None for kernels without one).
         """
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        if self.use_rotary:
-            at = jnp.arange(x.shape[1]) if positions is None else positions
-            q, k = rotary(q, at), rotary(k, at)
         y, state = self.attend(
-            q,
-            k,
-            v,
+            self._at(self.query(x), positions),
+            self._at(self.key(x), positions),
+            self.value(x),
             mask=mask,
             segment_ids=segment_ids,
             positions=positions,
             initial_state=initial_state,
         )
         return self.out(y), state
+
+    def key_features(self, x: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
+        """Features phi(k) [B, T, H, M] of the tokens of x [B, T, E], for `features.statistics`.
+
+        Raises:
+            ValueError: if the kernel is no feature map.
+        """
+        if not isinstance(self.attend.kernel, FeatureMap):
+            raise ValueError("key_features of a kernel that is no feature map.")
+        k = self._at(self.key(x), positions)
+        return self.attend.kernel(self.attend.params(), k, is_query=False, positions=positions)
+
+    def _at(self, x, positions):
+        if not self.use_rotary:
+            return x
+        return rotary(x, jnp.arange(x.shape[1]) if positions is None else positions)
 
 
 class AttentionFn(Attend):

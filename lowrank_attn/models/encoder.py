@@ -124,6 +124,22 @@ class Encoder(nnx.Module):
         Returns:
             [B, T, E], with use_cls [B, 1 + T, E].
         """
+        x, mask = self._start(tokens, mask, rngs)
+        for block in self.blocks:
+            x = block(x, mask, rngs)
+        return self.norm(x)
+
+    def key_features(self, tokens: jax.Array, mask: jax.Array | None = None) -> list[jax.Array]:
+        """Features of the keys of every block, each [B, T, H, M]; with use_cls 1 + T of them."""
+        x, mask = self._start(tokens, mask, None)
+        features = []
+        for block in self.blocks:
+            features.append(block.attention.key_features(block.attention_norm(x)))
+            x = block(x, mask, None)
+        return features
+
+    def _start(self, tokens, mask, rngs):
+        """What enters the first block, and the mask with the `cls` vector."""
         B, T = tokens.shape
         if self.max_length < T:
             raise ValueError(f"tokens has length {T}, expected at most {self.max_length}.")
@@ -137,10 +153,7 @@ class Encoder(nnx.Module):
             x = jnp.concatenate([first, x], axis=1)
             if mask is not None:
                 mask = jnp.concatenate([jnp.ones((B, 1), bool), mask], axis=1)
-        x = self.dropout(x, deterministic=rngs is None, rngs=rngs)
-        for block in self.blocks:
-            x = block(x, mask, rngs)
-        return self.norm(x)
+        return self.dropout(x, deterministic=rngs is None, rngs=rngs), mask
 
     def _embed(self, tokens):
         """Look up embeddings; small tables by a matrix product with one-hot rows.
