@@ -25,8 +25,8 @@ def setting(name, dtype=jnp.float32, group=2):
     trainable, constant = feature_map.init(jax.random.key(3), D, H)
     q, k, v = (normal(i, B, T, h, n, dtype=dtype)
                for i, (h, n) in enumerate([(group * H, D), (H, D), (H, P)]))  # fmt: skip
-    # `rms` divides by outputs that signed scores can cancel to almost nothing, which amplifies their
-    # rounding without bound; the normalisers themselves are tested with the operations.
+    # `rms` divides by outputs that signed scores can cancel to almost nothing, which amplifies
+    # their rounding without bound; the normalisers themselves are tested with the operations.
     normalize = "sum" if feature_map.non_negative else "none"
     fixed = {"features": feature_map, "normalize": normalize, "chunk_size": 8}
     return {"q": q, "k": k, "v": v, "trainable": trainable}, constant, fixed
