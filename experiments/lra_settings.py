@@ -92,6 +92,11 @@ class Config(LoopSettings):
         for name in ("steps", "batch_size", "num_layers", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected at least 1.")
+        if self.log_features and self.kernel not in FEATURE_MAPS:
+            raise ValueError(
+                f"log_features=True with kernel={self.kernel!r}, which has no features; kernels "
+                f"that have: {', '.join(FEATURE_MAPS)}."
+            )
         if self.pretrain_steps < 0:
             raise ValueError(f"pretrain_steps={self.pretrain_steps}, expected 0 or more.")
         if self.pretrain_steps and self.objective == "masked" and not 0 < self.mask_ratio < 1:
