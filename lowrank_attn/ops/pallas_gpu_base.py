@@ -97,7 +97,7 @@ def accumulate(body, *shapes: tuple[int, int], spare=()):
 
 
 def add_product(acc, a, b, interpret) -> None:
-    """acc += a @ b for an accumulator of `accumulate`."""
+    """Add a @ b to an accumulator of `accumulate`."""
     if interpret is None:
         plgpu.wgmma(acc, a, b)
         return

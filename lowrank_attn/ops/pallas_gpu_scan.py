@@ -147,7 +147,7 @@ def _sums_in_chunks(log_decay, plan):
 
 
 def _decayed_to_ends(v, sums, total, plan):
-    """v as it is in the state when the scan leaves the segment."""
+    """Values as they are in the state when the scan leaves the segment."""
     totals = total.reshape(*total.shape[:2], plan.segments, plan.chunks)
     later = jax.lax.cumsum(totals, axis=3, reverse=not plan.reverse) - totals
     to_end = jnp.exp(total - sums + later.reshape(total.shape))

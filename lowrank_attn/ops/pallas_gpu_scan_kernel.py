@@ -261,7 +261,8 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
     scratch = [
         tiles(slots, C, K), tiles(slots, C, K), tiles(slots, C, columns), tiles(2, K, columns),
         tiles(readers, C, columns),
-        plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=2 + gated, num_barriers=slots),
+        plgpu.Barrier(num_barriers=slots),
+        plgpu.Barrier(num_arrivals=2 + gated, num_barriers=slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2),
     ]  # fmt: skip
@@ -277,7 +278,12 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
         args.append(gates)
         scratch += [plgpu.SMEM((slots, 2 * C), jnp.float32), tiles(C, columns)]
     if interpret is not None:
-        sums_of_products = [(K, columns), *[(K, 8)] * with_sum, (readers, C, C), (readers, C, columns)]
+        sums_of_products = [
+            (K, columns),
+            *[(K, 8)] * with_sum,
+            (readers, C, C),
+            (readers, C, columns),
+        ]
         scratch += [plgpu.SMEM(shape, jnp.float32) for shape in sums_of_products]
         scratch.append(tiles(readers, C, C))
     grid = {"b": plan.B, "h": plan.H, "segment": plan.segments, "block": plan.V // columns}
