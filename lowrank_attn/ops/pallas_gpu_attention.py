@@ -114,7 +114,7 @@ def _gradients(q, k, v, S, z, log_decay, divided, dy, dS, dz, settings):
     if log_decay is not None:
         dlog_decay = jnp.zeros_like(log_decay)
     if learned:
-        dlog_decay = _decay_gradient(q, k, forth, back, dS_t, G)
+        dlog_decay = _decay_gradient(q, k, log_decay, forth, back, dS_t, G)
         itself = jnp.einsum("bthp,bthp->bth", rows, _of_queries(columns, G, 2), **IN_FLOAT32)
         dq = (dq + itself[..., None] * _of_queries(k, G, 2)).astype(q.dtype)
         dk = back.y + itself[..., None] * q
@@ -125,27 +125,35 @@ def _gradients(q, k, v, S, z, log_decay, divided, dy, dS, dz, settings):
 
 
 IN_FLOAT32 = {"preferred_element_type": jnp.float32}
+LOG_OF_ALMOST_NOTHING = -16.0  # what passes such a decay is less than the rounding of float32
 
 
-def _decay_gradient(q, k, forth, back, dS_t, G):
+def _decay_gradient(q, k, log_decay, forth, back, dS_t, G):
     """The gradient for log decays, from scans that leave out what a token sees of itself.
 
     What passes from before token u to u or later is what passes the end of a span of tokens that
     contains u, <dS, S> there, and what the tokens from u to there read, q . dq, less what they add
-    for later ones, k . dk. Sums that end with the span keep rounding errors from piling up.
+    for later ones, k . dk. Sums that end with the span, or where nothing passes, keep rounding
+    errors from piling up.
     """
     B, T, Hq, _ = q.shape
     span = CHUNKS_PER_STATE * C
     spans = forth.states.shape[2]
     read = jnp.einsum("bthm,bthm->bth", q, forth.y, **IN_FLOAT32)
     added = jnp.einsum("bthm,bthm->bth", _of_queries(k, G, 2), back.y, **IN_FLOAT32)
-    inside = pad_to(read - added, 1, spans * span).reshape(B, spans, span, Hq)
+    inside = _sum_queries(pad_to(read - added, 1, spans * span), 2, G)
+    inside = inside.reshape(B, spans, span, Hq // G)
     adjoint = jnp.concatenate([back.states[:, :, 1:], dS_t[:, :, None]], axis=2)
     passed = jnp.einsum(
         "bhnpm,bhnpm->bnh", forth.states, adjoint, precision=jax.lax.Precision.HIGHEST
     )
-    sums = jax.lax.cumsum(inside, axis=2, reverse=True) + passed[:, :, None]
-    return _sum_queries(sums.reshape(B, -1, Hq)[:, :T], 2, G)
+    sums = jax.lax.cumsum(inside, axis=2, reverse=True) + _sum_queries(passed, 2, G)[:, :, None]
+    cut = pad_to(log_decay, 1, spans * span).reshape(inside.shape) < LOG_OF_ALMOST_NOTHING
+    place = jnp.where(cut, jnp.arange(span)[:, None], span)
+    next_cut = jax.lax.cummin(place, axis=2, reverse=True)[:, :, 1:]
+    next_cut = jnp.pad(next_cut, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=span)
+    beyond = jnp.take_along_axis(pad_to(sums, 2, span + 1), next_cut, axis=2)
+    return jnp.where(cut, 0, sums - beyond).reshape(B, -1, Hq // G)[:, :T]
 
 
 def _of_queries(x, G, axis=1):

@@ -96,7 +96,7 @@ def scan(
     if denominator is None:
         return Scan(y, S, None, None, states)
     z, d = of_sum
-    return Scan(y, S, z[:, :, -1], jnp.moveaxis(d[:, :, :T], 1, 2), states)
+    return Scan(y, S, z, jnp.moveaxis(d[:, :, :T], 1, 2), states)
 
 
 def feature_parts(M: int) -> int:
@@ -117,7 +117,7 @@ def _plan(q, k, v, denominator, gated, reverse, strict, with_states):
     fixed = (2 * K + (readers + gated) * C) * columns * 2 + (2048 if denominator else 0)
     per_slot = C * (2 * K + columns) * 2 + (1024 if gated else 0)
     slots = min((SHARED_BYTES - fixed) // per_slot, 4) // readers * readers
-    per_state = CHUNKS_PER_STATE if with_states else chunks
+    per_state = CHUNKS_PER_STATE if with_states else 0
     return Plan(
         B, H, T, N, K, V, columns, readers, slots, segments, chunks, per_state, reverse, strict
     )

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     slots: int
     segments: int
     chunks: int  # per segment
-    per_state: int  # chunks between two states that are written
+    per_state: int  # chunks between two states that are written; 0: the last one only
     reverse: bool
     strict: bool  # a token does not see itself
 
@@ -88,8 +88,8 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
             scan enters a chunk up to each token, and C times the total. Without a denominator.
 
     Returns:
-        y [B, T, H, V] bfloat16, states [B, H, all chunks / per_state, K, V] float32; and with a
-        denominator z [B, H, segments, K] float32 and d [B, H, all chunks * C] float32.
+        y [B, T, H, V] bfloat16, states [B, H, all chunks / per_state (or 1), K, V] float32; and
+        with a denominator z [B, H, K] float32 and d [B, H, all chunks * C] float32.
     """
     with_sum, gated = denominator is not None, gates is not None
     K, columns, readers, slots, chunks = plan.K, plan.columns, plan.readers, plan.slots, plan.chunks
@@ -151,6 +151,11 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                     index = lax.div(plan.chunk(g * chunks + n), jnp.int32(plan.per_state))
                     states_ref[b, h, index, :, own] = S_acc[...]
 
+                def save_last():
+                    states_ref[b, h, 0, :, own] = S_acc[...]
+                    if with_sum:
+                        z_end_ref[b, h] = jnp.sum(z_acc[...], axis=1) * 0.125
+
                 def advance(n, copy):
                     slot = mod(n, slots)
                     S_s[copy] = lax.optimization_barrier(S_acc[...]).astype(jnp.bfloat16)
@@ -177,14 +182,12 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                         add_product(z_acc, k_t, ones_s.transpose((1, 0)), interpret)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
-                    if plan.per_state < chunks:
+                    if plan.per_state:
                         pl.when(mod(n + 1, plan.per_state) == 0)(lambda: save(n))
 
                 ring(chunks, 2, S_free, advance)
-                if plan.per_state == chunks:
-                    save(chunks - 1)
-                if with_sum:
-                    z_end_ref[b, h, g] = jnp.sum(z_acc[...], axis=1) * 0.125
+                if not plan.per_state:
+                    pl.when(g == plan.segments - 1)(save_last)
 
             accumulate(run, (K, columns), *[(K, 8)] * with_sum, spare=spare[: 1 + with_sum])
 
@@ -253,10 +256,10 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
             plgpu.wait_smem_to_gmem(0)
 
     all_chunks = plan.segments * chunks
-    states = (plan.B, plan.H, all_chunks // plan.per_state, K, plan.V)
+    states = all_chunks // plan.per_state if plan.per_state else 1
     out_type = [
         jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.V), jnp.bfloat16),
-        jax.ShapeDtypeStruct(states, jnp.float32),
+        jax.ShapeDtypeStruct((plan.B, plan.H, states, K, plan.V), jnp.float32),
     ]
     scratch = [
         tiles(slots, C, K), tiles(slots, C, K), tiles(slots, C, columns), tiles(2, K, columns),
@@ -270,7 +273,7 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
     if with_sum:
         args += [z, ones_tile()]
         out_type += [
-            jax.ShapeDtypeStruct((plan.B, plan.H, plan.segments, K), jnp.float32),
+            jax.ShapeDtypeStruct((plan.B, plan.H, K), jnp.float32),
             jax.ShapeDtypeStruct((plan.B, plan.H, all_chunks * C), jnp.float32),
         ]
         scratch += [plgpu.SMEM((2, K), jnp.bfloat16), tiles(8, C), plgpu.Barrier()]

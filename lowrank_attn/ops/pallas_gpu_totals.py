@@ -1,5 +1,7 @@
 """Sums of k v^T over segments of tokens, for Hopper GPUs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -96,4 +98,9 @@ def segment_totals(k, v, plan: Plan, with_sum: bool, interpret):
         body, out_type, grid=grid, warpgroups=workers + 1, scratch=scratch, interpret=interpret,
         reduction_scratch_bytes=0,
     )(k, v, ones_tile())  # fmt: skip
-    return jnp.sum(S, axis=3), jnp.sum(z[0], axis=3) if with_sum else None
+    return _sum_parts(S), _sum_parts(z[0]) if with_sum else None
+
+
+def _sum_parts(x):
+    """Sum [B, H, segments, parts, ..] as additions, which fuse with what comes next."""
+    return functools.reduce(jnp.add, jnp.unstack(x, axis=3))
