@@ -93,7 +93,7 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
     """
     with_sum, gated = denominator is not None, gates is not None
     K, columns, readers, slots, chunks = plan.K, plan.columns, plan.readers, plan.slots, plan.chunks
-    registers = {1: (216, 240), 2: (144, 184)}[readers]
+    registers = {1: (216, 240), 2: (144, 184) if with_sum else (152, 168)}[readers]
 
     def body(*refs):
         q_ref, k_ref, v_ref, S_ref, *refs = refs
