@@ -160,7 +160,7 @@ def _fused_map(args, method, S, z, log_decay, settings):
     """Map and attend; a mask enters as zeros of v, or, if these count in a sum, of phi(k)."""
     product = method.features.product
     D = args.q.shape[-1]
-    D_padded, M_padded, P_padded = _up(D, 64), *S.shape[2:]
+    D_padded, (M_padded, P_padded) = _up(D, 64), S.shape[2:]
     sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
     Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
     Theta, b = pad_to(pad_to(Theta, 3, D_padded), 4, M_padded), pad_to(b, 3, M_padded)

@@ -75,16 +75,15 @@ def scan(
     split = (B, plan.H, -1, plan.K)
     S = S.reshape(*split, plan.V)
     z = None if z is None else z.reshape(split)
-    sums = total = None
-    if log_decay is not None:
-        sums, total = _sums_in_chunks(log_decay, plan)
+    decays = None if log_decay is None else _sums_in_chunks(log_decay, plan)
     if plan.segments > 1:
-        values = v if sums is None else _decayed_to_ends(v, sums, total, plan)
+        values = v if decays is None else _decayed_to_ends(v, decays, plan)
         S_totals, z_totals = segment_totals(k, values, plan, z is not None, interpret)
-        S = _prefix(S, S_totals, None if total is None else _kept(total, plan))
+        S = _prefix(S, S_totals, None if decays is None else _kept(decays[1], plan))
         z = None if z is None else _prefix(z, z_totals, None)
     gates = None
-    if sums is not None:
+    if decays is not None:
+        sums, total = decays
         gates = jnp.concatenate([sums, jnp.broadcast_to(total, sums.shape)], axis=3)
     y, states, *of_sum = scan_segments(q, k, v, S, z, gates, plan, denominator, interpret)
     states = states.reshape(B, plan.H // plan.N, plan.N, -1, plan.K, plan.V)
@@ -146,8 +145,9 @@ def _sums_in_chunks(log_decay, plan):
     return sums, sums[..., -1:]
 
 
-def _decayed_to_ends(v, sums, total, plan):
+def _decayed_to_ends(v, decays, plan):
     """Values as they are in the state when the scan leaves the segment."""
+    sums, total = decays
     totals = total.reshape(*total.shape[:2], plan.segments, plan.chunks)
     later = jax.lax.cumsum(totals, axis=3, reverse=not plan.reverse) - totals
     to_end = jnp.exp(total - sums + later.reshape(total.shape))
