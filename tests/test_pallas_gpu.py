@@ -212,7 +212,8 @@ def test_gradients_are_scans(monkeypatch, normalize, decay):
         return Call(None, normalize).reference(q, k, v, {}, state, gates)
 
     args = (q, k, v, state, gates)
-    assert_close(with_gradients(ours, *args), with_gradients(oracle, *args), 8e-3)
+    got, want = (jax.jit(functools.partial(with_gradients, f))(*args) for f in (ours, oracle))
+    assert_close(got, want, 8e-3)
 
 
 @needs_kernels
@@ -360,4 +361,8 @@ def test_attention_and_gradients_on_gpu(normalize, options, every, tokens):
             np.testing.assert_array_equal(a, b)
         want = oracle(*primals)
         assert_close(got[0], want[0], 5e-3)
-        assert_close(got[1], want[1], 1e-2)
+        *got, got_gates = got[1]
+        *want, want_gates = want[1]
+        assert_close(got, want, 1e-2)
+        # the error of a sum over a span of 256 tokens is that of 16 of them, 1e-3 each
+        assert_close(got_gates, want_gates, 1.8e-2)

@@ -60,7 +60,8 @@ def scan(
         v: [B, T, Hx, V] bfloat16, V a multiple of 64.
         S: [B, H, M, V] float32, the initial state.
         z: [B, H, M] float32, the initial sum of keys, with a denominator.
-        log_decay: [B, T, Hx] float32, g <= 0 and above -200 or so, or None for 0.
+        log_decay: [B, T, Hx] float32, the g, or None for 0. At most 0, and at least -105 or so:
+            sums over a chunk of 64 must keep differences of 1e-3.
         denominator: divide y by the sum of its scores. Not with decays or more than 256 features.
         reverse: scan from the last token to the first.
         strict: leave s = t out of y.
