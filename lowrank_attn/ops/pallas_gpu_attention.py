@@ -16,6 +16,9 @@ from lowrank_attn.ops.pallas_gpu_feature_gradients import feature_gradients
 from lowrank_attn.ops.pallas_gpu_features import Form, features
 from lowrank_attn.ops.pallas_gpu_scan import CHUNKS_PER_STATE, Denominator, feature_parts, scan
 
+IN_FLOAT32 = {"preferred_element_type": jnp.float32}
+LOG_OF_ALMOST_NOTHING = -16.0  # what passes such a decay is less than the rounding of float32
+
 
 class Settings(NamedTuple):
     """The static part of a call.
@@ -117,15 +120,11 @@ def _gradients(q, k, v, S, z, log_decay, divided, dy, dS, dz, settings):
         dlog_decay = _decay_gradient(q, k, log_decay, forth, back, dS_t, G)
         itself = jnp.einsum("bthp,bthp->bth", rows, _of_queries(columns, G, 2), **IN_FLOAT32)
         dq = (dq + itself[..., None] * _of_queries(k, G, 2)).astype(q.dtype)
-        dk = back.y + itself[..., None] * q
+        dk = dk + itself[..., None] * q
     dS_t = _sum_queries(back.S, 1, G)
     dz = None if z is None else dS_t[:, :, P]
     dk, dv = (_sum_queries(x, 2, G).astype(jnp.bfloat16) for x in (dk, dv))
     return dq, dk, dv, jnp.swapaxes(dS_t[:, :, :P], 2, 3), dz, dlog_decay
-
-
-IN_FLOAT32 = {"preferred_element_type": jnp.float32}
-LOG_OF_ALMOST_NOTHING = -16.0  # what passes such a decay is less than the rounding of float32
 
 
 def _decay_gradient(q, k, log_decay, forth, back, dS_t, G):
