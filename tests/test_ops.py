@@ -400,7 +400,7 @@ def test_a_sequence_of_names_falls_back_aloud(monkeypatch):
         def causal(args, method):
             raise NotImplementedError("it wants another shape")
 
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "picky", Picky)
+    monkeypatch.setitem(ops.IMPLEMENTATIONS, "picky", Picky)
     q = normal(0, 1, 3, 1, 4)
     with pytest.warns(UserWarning, match="picky cannot do this call .it wants another shape"):
         y, _ = ops.causal(q, q, q, implementation=("picky", "xla"))

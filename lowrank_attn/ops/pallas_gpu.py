@@ -12,6 +12,7 @@ from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
 from lowrank_attn.ops.pallas_gpu_attention import attend, map_and_attend
 from lowrank_attn.ops.pallas_gpu_base import pad_to
+from lowrank_attn.ops.pallas_gpu_bidirectional import map_sum_and_read, sum_and_read
 from lowrank_attn.ops.pallas_gpu_features import Form
 from lowrank_attn.ops.pallas_gpu_scan import Denominator
 from lowrank_attn.ops.rules.additive import additive
@@ -21,15 +22,18 @@ MAX_FEATURES = 256
 MAX_HEAD_SIZE = 128
 
 
-def unsupported(op: str, args: Arguments, method: Method) -> str | None:
-    """Why the kernels cannot do a call and what would work, or None if they can.
+def unsuited(args: Arguments) -> str | None:
+    """Why the kernels are not made for these arrays, or None if they are.
 
     Traced arrays have no device yet: of them only GPUs that are no Hopper are refused.
     """
-    return _unsupported_call(op, args, method) or _unsupported_device(args.q)
-
-
-def _unsupported_device(x):
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        return f"it needs jax >= 0.11, found {jax.__version__}"
+    for name in ("q", "k", "v"):
+        dtype = getattr(args, name).dtype
+        if dtype != jnp.bfloat16:
+            return f"{name} has dtype {dtype}, expected bfloat16; `xla` takes every dtype"
+    x = args.q
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     device = next(iter(x.devices())) if concrete else jax.devices()[0]
     if device.platform != "gpu":
@@ -42,25 +46,26 @@ def _unsupported_device(x):
     return None
 
 
-def _unsupported_call(op, args, method):
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        return f"it needs jax >= 0.11, found {jax.__version__}"
-    if op != "causal":
-        return "it has only `causal`; `xla` has all operations"
+def unsupported(op: str, args: Arguments, method: Method) -> str | None:
+    """Why the kernels cannot do a call and what would work, or None if they can."""
+    if op == "decode_step":
+        return "it has no `decode_step`; use `xla`"
     if method.rule is not additive:
         return "it has only the additive rule; `xla` has all rules"
     if args.reset is not None:
         return "it has no segment_ids; use `xla`, or one document per row"
-    for name in ("q", "k", "v"):
-        dtype = getattr(args, name).dtype
-        if dtype != jnp.bfloat16:
-            return f"{name} has dtype {dtype}, expected bfloat16; `xla` takes every dtype"
     M, P = args.state.S.shape[2:]
     if M > MAX_FEATURES:
         return f"the map has {M} features, expected at most {MAX_FEATURES}; use `xla`"
     if P > MAX_HEAD_SIZE:
         return f"v has last axis {P}, expected at most {MAX_HEAD_SIZE}; use `xla`"
-    return None
+    return unsuited(args)
+
+
+def _check(op, args, method, interpret):
+    reason = unsupported(op, args, method)
+    if reason is not None and interpret is None:
+        raise NotImplementedError(reason)
 
 
 def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, State]:
@@ -71,11 +76,7 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
     Raises:
         NotImplementedError: with the reason, if the kernels cannot do the call.
     """
-    reason = _unsupported_call("causal", args, method)
-    if interpret is None:
-        reason = reason or _unsupported_device(args.q)
-    if reason is not None:
-        raise NotImplementedError(reason)
+    _check("causal", args, method, interpret)
     denominator = None
     if needs_denominator(method.normalize):
         offset = 1.0 if method.normalize == "sum_plus_one" else 0.0
@@ -110,13 +111,38 @@ def _pad_tokens(args, T):
     return args._replace(q=q, k=k, v=v, mask=mask, q_positions=q_positions, k_positions=k_positions)
 
 
-def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """Not there.
+def bidirectional(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, State]:
+    """Features, their sum and what queries read; see `ops.bidirectional`.
 
     Raises:
-        NotImplementedError: always, with the reason.
+        NotImplementedError: with the reason, if the kernels cannot do the call.
     """
-    raise NotImplementedError(unsupported("bidirectional", args, method))
+    _check("bidirectional", args, method, interpret)
+    T, (M, P) = args.q.shape[1], args.state.S.shape[2:]
+    v, state = method.with_ones(args.v), method.join(args.state)
+    if args.mask is not None:  # features of a masked key are finite, those of its values are 0
+        real = args.mask[:, :, None, None]
+        v, args = jnp.where(real, v, 0), args._replace(k=jnp.where(real, args.k, 0), mask=None)
+    S = pad_to(state, 2, _up(M, 64))
+    if _fused(args, method):
+        q, k = (_tokens_of_8(x) for x in (args.q, args.k))
+        v = _tokens_of_8(v)
+        product, D = method.features.product, q.shape[-1]
+        sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
+        Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
+        Theta = pad_to(pad_to(Theta, 3, _up(D, 64)), 4, S.shape[2])
+        form = Form(D if product.normalized else 0, product.squared)
+        q, k = pad_to(q, 3, _up(D, 64)), pad_to(k, 3, _up(D, 64))
+        y, S = map_sum_and_read(q, k, v, Theta, pad_to(b, 3, S.shape[2]), S, form, interpret)
+    else:
+        phi_q, phi_k, _ = method._replace(normalize="none").map(args)
+        phi_q, phi_k = (pad_to(x, 3, S.shape[2]) for x in (phi_q, phi_k))
+        y, S = sum_and_read(phi_q, phi_k, v, S, interpret)
+    return method.finish(y[:, :T], args.v.dtype), method.split(S[:, :, :M])
+
+
+def _tokens_of_8(x):
+    return pad_to(x, 1, _up(x.shape[1], 8))
 
 
 def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:

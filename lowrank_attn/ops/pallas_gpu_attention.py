@@ -117,11 +117,11 @@ def map_and_attend(q, k, v, Theta, b, S, z, form: Form, denominator, interpret):
 
 
 def _map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret):
-    (phi_q, phi_k), _ = _map(q, k, Theta, b, form, interpret)
+    (phi_q, phi_k), _ = map_sides(q, k, Theta, b, form, interpret)
     return _attend(phi_q, phi_k, v, S, z, denominator, interpret)
 
 
-def _map(q, k, Theta, b, form, interpret):
+def map_sides(q, k, Theta, b, form, interpret):
     Theta = Theta.astype(jnp.bfloat16)
     if q.shape == k.shape:
         return features((q, k), Theta, b, form, interpret)
@@ -137,7 +137,7 @@ def _map_and_attend_fwd(q, k, v, Theta, b, S, z, form, denominator, interpret):
 
 def _map_and_attend_bwd(form, denominator, interpret, kept, cotangents):
     q, k, v, Theta, b, S, z, divided = kept
-    (phi_q, phi_k), inverses = _map(q, k, Theta, b, form, interpret)
+    (phi_q, phi_k), inverses = map_sides(q, k, Theta, b, form, interpret)
     dphi_q, dphi_k, dv, dS, dz = _gradients(
         phi_q, phi_k, v, S, z, divided, *cotangents, denominator, interpret
     )
