@@ -62,11 +62,12 @@ def _by_name(op, args, method, names):
 
 
 def _by_platform(op, args, method):
+    portable = getattr(xla, op)
     present = devices()
     platforms = []
     for platform, name in KERNELS.items():
         module = IMPLEMENTATIONS[name]
-        if platform not in present or module.unsuited(args) is not None:
+        if platform not in present or getattr(module, op) is portable or module.unsuited(args):
             continue
         reason = module.unsupported(op, args, method) or _unpartitioned(present[platform])
         if reason is None:
@@ -74,7 +75,7 @@ def _by_platform(op, args, method):
         else:
             _warn(op, name, reason, "xla")
     if not platforms:
-        return getattr(xla, op)(args, method)
+        return portable(args, method)
     return _platform_dependent(args, op, method, tuple(platforms))
 
 

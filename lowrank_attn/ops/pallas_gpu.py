@@ -1,7 +1,8 @@
-"""Causal linear attention by hand-written kernels for Hopper GPUs (Pallas Mosaic GPU).
+"""Attention operations by hand-written kernels for Hopper GPUs (Pallas Mosaic GPU).
 
 The rule is the additive one. Features that are products of projections (`FeatureMap.product`) are
-computed by a kernel, others by XLA before the scan; both are materialised, in bfloat16.
+computed by a kernel, others by XLA beforehand; both are materialised, in bfloat16. A decoding step
+is that of `xla`, whose fusion passes over the state once.
 """
 
 import jax
@@ -16,6 +17,7 @@ from lowrank_attn.ops.pallas_gpu_bidirectional import map_sum_and_read, sum_and_
 from lowrank_attn.ops.pallas_gpu_features import Form
 from lowrank_attn.ops.pallas_gpu_scan import Denominator
 from lowrank_attn.ops.rules.additive import additive
+from lowrank_attn.ops.xla import decode_step as decode_step
 
 MAX_FACTORS = 6
 MAX_FEATURES = 256
@@ -49,7 +51,7 @@ def unsuited(args: Arguments) -> str | None:
 def unsupported(op: str, args: Arguments, method: Method) -> str | None:
     """Why the kernels cannot do a call and what would work, or None if they can."""
     if op == "decode_step":
-        return "it has no `decode_step`; use `xla`"
+        return None
     if method.rule is not additive:
         return "it has only the additive rule; `xla` has all rules"
     if args.reset is not None:
@@ -105,10 +107,9 @@ def _pad_tokens(args, T):
     """Add masked tokens up to T, which tensor maps take in multiples of 8."""
     if args.q.shape[1] == T:
         return args
-    mask = jnp.ones(args.k.shape[:2], bool) if args.mask is None else args.mask
-    q, k, v, mask = (pad_to(x, 1, T) for x in (args.q, args.k, args.v, mask))
-    q_positions, k_positions = (pad_to(x, -1, T) for x in (args.q_positions, args.k_positions))
-    return args._replace(q=q, k=k, v=v, mask=mask, q_positions=q_positions, k_positions=k_positions)
+    if args.mask is None:
+        args = args._replace(mask=jnp.ones(args.k.shape[:2], bool))
+    return _pad_sides(args)
 
 
 def bidirectional(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, State]:
@@ -118,40 +119,38 @@ def bidirectional(args: Arguments, method: Method, interpret=None) -> tuple[jax.
         NotImplementedError: with the reason, if the kernels cannot do the call.
     """
     _check("bidirectional", args, method, interpret)
-    T, (M, P) = args.q.shape[1], args.state.S.shape[2:]
-    v, state = method.with_ones(args.v), method.join(args.state)
-    if args.mask is not None:  # features of a masked key are finite, those of its values are 0
-        real = args.mask[:, :, None, None]
-        v, args = jnp.where(real, v, 0), args._replace(k=jnp.where(real, args.k, 0), mask=None)
-    S = pad_to(state, 2, _up(M, 64))
-    if _fused(args, method):
-        q, k = (_tokens_of_8(x) for x in (args.q, args.k))
-        v = _tokens_of_8(v)
-        product, D = method.features.product, q.shape[-1]
-        sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
-        Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
-        Theta = pad_to(pad_to(Theta, 3, _up(D, 64)), 4, S.shape[2])
-        form = Form(D if product.normalized else 0, product.squared)
-        q, k = pad_to(q, 3, _up(D, 64)), pad_to(k, 3, _up(D, 64))
-        y, S = map_sum_and_read(q, k, v, Theta, pad_to(b, 3, S.shape[2]), S, form, interpret)
+    T, M = args.q.shape[1], args.state.S.shape[2]
+    v = method.with_ones(args.v)  # before padding: values of 0 hide the features of padded keys
+    P = v.shape[3]
+    args = _pad_sides(args)
+    v = pad_to(pad_to(v, 1, args.k.shape[1]), 3, _up(P, 64))
+    S = pad_to(pad_to(method.join(args.state), 2, _up(M, 64)), 3, v.shape[3])
+    if _fused(args._replace(mask=None), method):
+        if args.mask is not None:  # the features of keys of 0 are finite, so values of 0 hide them
+            real = args.mask[:, :, None, None]
+            v, args = jnp.where(real, v, 0), args._replace(k=jnp.where(real, args.k, 0))
+        q, k, Theta, b, form = _fused_arguments(args, method, S.shape[2])
+        y, S = map_sum_and_read(q, k, v, Theta, b, S, form, interpret)
     else:
-        phi_q, phi_k, _ = method._replace(normalize="none").map(args)
+        phi_q, phi_k, _ = method.map(args)
         phi_q, phi_k = (pad_to(x, 3, S.shape[2]) for x in (phi_q, phi_k))
         y, S = sum_and_read(phi_q, phi_k, v, S, interpret)
-    return method.finish(y[:, :T], args.v.dtype), method.split(S[:, :, :M])
+    y, S = y[:, :T, :, :P], S[:, :, :M, :P]
+    return method.finish(y, args.v.dtype), method.split(S)
 
 
-def _tokens_of_8(x):
-    return pad_to(x, 1, _up(x.shape[1], 8))
-
-
-def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """Not there.
-
-    Raises:
-        NotImplementedError: always, with the reason.
-    """
-    raise NotImplementedError(unsupported("decode_step", args, method))
+def _pad_sides(args):
+    """Add queries and keys of zeros up to multiples of 8; keys are masked if there is a mask."""
+    T, S = (_up(x.shape[1], 8) for x in (args.q, args.k))
+    k, v = (pad_to(x, 1, S) for x in (args.k, args.v))
+    return args._replace(
+        q=pad_to(args.q, 1, T),
+        k=k,
+        v=v,
+        mask=None if args.mask is None else pad_to(args.mask, 1, S),
+        q_positions=pad_to(args.q_positions, -1, T),
+        k_positions=pad_to(args.k_positions, -1, S),
+    )
 
 
 def _fused(args, method):
@@ -173,17 +172,20 @@ def _factors(product, params, is_query):
 
 
 def _fused_map(args, method, v, S, z, denominator, interpret):
+    q, k, Theta, b, form = _fused_arguments(args, method, S.shape[2])
+    return map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret)
+
+
+def _fused_arguments(args, method, M_padded):
     product = method.features.product
     D = args.q.shape[-1]
-    D_padded, M_padded = _up(D, 64), S.shape[2]
+    D_padded = _up(D, 64)
     sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
     Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
     Theta = pad_to(pad_to(Theta, 3, D_padded), 4, M_padded)
     q, k = pad_to(args.q, 3, D_padded), pad_to(args.k, 3, D_padded)
     form = Form(D if product.normalized else 0, product.squared)
-    return map_and_attend(
-        q, k, v, Theta, pad_to(b, 3, M_padded), S, z, form, denominator, interpret
-    )
+    return q, k, Theta, pad_to(b, 3, M_padded), form
 
 
 def _up(n, multiple):

@@ -1,6 +1,6 @@
 """Differentiable bidirectional attention from the Hopper kernels.
 
-    S = S_0 + sum_s phi(k_s) v_s^T,  y_t = phi(q_t)^T S
+S = S_0 + sum_s phi(k_s) v_s^T,  y_t = phi(q_t)^T S
 """
 
 import functools
@@ -11,18 +11,7 @@ import jax.numpy as jnp
 from lowrank_attn.ops.pallas_gpu_attention import map_sides
 from lowrank_attn.ops.pallas_gpu_feature_gradients import feature_gradients
 from lowrank_attn.ops.pallas_gpu_features import Form
-
-
-def total(k: jax.Array, v: jax.Array) -> jax.Array:
-    return jnp.einsum("bshm,bshp->bhmp", k, v, preferred_element_type=jnp.float32)
-
-
-def read(q: jax.Array, S: jax.Array, interpret=None) -> jax.Array:
-    B, T, Hq, M = q.shape
-    H = S.shape[1]
-    q = q.reshape(B, T, H, Hq // H, M)
-    y = jnp.einsum("bthgm,bhmp->bthgp", q, S.astype(q.dtype), preferred_element_type=jnp.bfloat16)
-    return y.reshape(B, T, Hq, -1)
+from lowrank_attn.ops.pallas_gpu_products import read, total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -30,15 +19,16 @@ def sum_and_read(q, k, v, S, interpret):
     """The sum over all keys, and what queries read from it, for ready features.
 
     Args:
-        q: [B, T, Hq, M] bfloat16, k: [B, S, H, M], v: [B, S, H, P].
+        q: [B, T, Hq, M] bfloat16, k: [B, S, H, M], v: [B, S, H, P]; M and P are multiples of 64 up
+            to 256.
         S: [B, H, M, P] float32, the sum over earlier keys.
         interpret: see `pallas_gpu_base.launch`.
 
     Returns:
         y [B, T, Hq, P] bfloat16 and the new S.
     """
-    S = S + total(k, v)
-    return read(q, S), S
+    S = S + total(k, v, interpret)
+    return read(q, S, interpret), S
 
 
 def _sum_and_read_fwd(q, k, v, S, interpret):
@@ -55,10 +45,10 @@ sum_and_read.defvjp(_sum_and_read_fwd, _sum_and_read_bwd)
 
 def _gradients(q, k, v, S, dy, dS, interpret):
     """Gradients for the arguments of `sum_and_read`, given its S."""
-    B, H, M, P = S.shape
-    dS = dS + jnp.sum(total(q, dy).reshape(B, H, -1, M, P), axis=2)
-    dS_t = jnp.swapaxes(dS, 2, 3)
-    return read(dy, jnp.swapaxes(S, 2, 3)), read(v, dS_t), read(k, dS), dS
+    of_queries = total(q, dy, interpret)
+    dS = dS + jnp.sum(of_queries.reshape(*S.shape[:2], -1, *S.shape[2:]), axis=2)
+    S_t, dS_t = (jnp.swapaxes(x, 2, 3) for x in (S, dS))
+    return read(dy, S_t, interpret), read(v, dS_t, interpret), read(k, dS, interpret), dS
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
