@@ -1,8 +1,8 @@
 """Attention operations by hand-written kernels for Hopper GPUs (Pallas Mosaic GPU).
 
-The rule is the additive one. Features that are products of projections (`FeatureMap.product`) are
-computed by a kernel, others by XLA beforehand; both are materialised, in bfloat16. A decoding step
-is that of `xla`, whose fusion passes over the state once.
+The rules are the additive one and the scalar decay. Features that are products of projections
+(`FeatureMap.product`) are computed by a kernel, others by XLA beforehand; both are materialised, in
+bfloat16. A decoding step is that of `xla`, whose fusion passes over the state once.
 """
 
 import jax
@@ -11,17 +11,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
-from lowrank_attn.ops.pallas_gpu_attention import attend, map_and_attend
+from lowrank_attn.ops.pallas_gpu_attention import Settings, attend, map_and_attend
 from lowrank_attn.ops.pallas_gpu_base import pad_to
 from lowrank_attn.ops.pallas_gpu_bidirectional import map_sum_and_read, sum_and_read
 from lowrank_attn.ops.pallas_gpu_features import Form
-from lowrank_attn.ops.pallas_gpu_scan import Denominator
+from lowrank_attn.ops.pallas_gpu_scan import Denominator, feature_parts
 from lowrank_attn.ops.rules.additive import additive
+from lowrank_attn.ops.rules.decay import decay
 from lowrank_attn.ops.xla import decode_step as decode_step
 
 MAX_FACTORS = 6
-MAX_FEATURES = 256
+MAX_FEATURES = 512
 MAX_HEAD_SIZE = 128
+LOG_OF_NOTHING = -105.0  # exp of it is 0 in float32
 
 
 def unsuited(args: Arguments) -> str | None:
@@ -52,9 +54,9 @@ def unsupported(op: str, args: Arguments, method: Method) -> str | None:
     """Why the kernels cannot do a call and what would work, or None if they can."""
     if op == "decode_step":
         return None
-    if method.rule is not additive:
-        return "it has only the additive rule; `xla` has all rules"
-    if args.reset is not None:
+    if method.rule not in (additive, decay):
+        return "it has only the rules additive and decay; `xla` has all rules"
+    if op == "bidirectional" and args.reset is not None:
         return "it has no segment_ids; use `xla`, or one document per row"
     M, P = args.state.S.shape[2:]
     if M > MAX_FEATURES:
@@ -83,24 +85,38 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
     if needs_denominator(method.normalize):
         offset = 1.0 if method.normalize == "sum_plus_one" else 0.0
         denominator = Denominator(offset, method.epsilon)
+    settings = Settings(denominator, method.rule is decay, interpret)
     T, (M, P) = args.q.shape[1], args.state.S.shape[2:]
+    log_decay = _log_decay(args)
+    if log_decay is not None:
+        log_decay = pad_to(log_decay, 1, _up(T, 8))
     args = _pad_tokens(args, _up(T, 8))
-    M_padded, P_padded = _up(M, 64), _up(P, 64)
+    M_padded, P_padded = _up(M, 64 * feature_parts(M)), _up(P, 64)
     S = pad_to(pad_to(args.state.S, 2, M_padded), 3, P_padded)
     z = None if args.state.z is None else pad_to(args.state.z, 2, M_padded)
     if _fused(args, method):
-        v = args.v
-        if args.mask is not None:
-            v = jnp.where(args.mask[:, :, None, None], v, 0)
-        y, S, z = _fused_map(args, method, pad_to(v, 3, P_padded), S, z, denominator, interpret)
+        y, S, z = _fused_map(args, method, S, z, log_decay, settings)
     else:
         phi_q, phi_k, v = method._replace(normalize="none").map(args)
         phi_q, phi_k = pad_to(phi_q, 3, M_padded), pad_to(phi_k, 3, M_padded)
-        y, S, z = attend(phi_q, phi_k, pad_to(v, 3, P_padded), S, z, denominator, interpret)
+        y, S, z = attend(phi_q, phi_k, pad_to(v, 3, P_padded), S, z, log_decay, settings)
     y = y[:, :T, :, :P]
     if denominator is None:
         y = apply_normalizer(y, None, method.normalize, method.epsilon)
     return y.astype(args.v.dtype), State(S[:, :, :M, :P], None if z is None else z[:, :, :M])
+
+
+def _log_decay(args):
+    """[B, T, H] float32, or None: decays and resets, which are decays to nothing."""
+    log_decay = args.gates.get("log_decay")
+    if log_decay is None and args.reset is None:
+        return None
+    if log_decay is None:
+        log_decay = jnp.zeros(args.k.shape[:3], jnp.float32)
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), LOG_OF_NOTHING)
+    if args.reset is None:
+        return log_decay
+    return jnp.where(args.reset[:, :, None], LOG_OF_NOTHING, log_decay)
 
 
 def _pad_tokens(args, T):
@@ -124,8 +140,9 @@ def bidirectional(args: Arguments, method: Method, interpret=None) -> tuple[jax.
     P = v.shape[3]
     args = _pad_sides(args)
     v = pad_to(pad_to(v, 1, args.k.shape[1]), 3, _up(P, 64))
-    S = pad_to(pad_to(method.join(args.state), 2, _up(M, 64)), 3, v.shape[3])
-    if _fused(args._replace(mask=None), method):
+    S = pad_to(method.join(args.state), 2, _up(M, 64 * feature_parts(M)))
+    S = pad_to(S, 3, v.shape[3])
+    if _fused(args, method):
         if args.mask is not None:  # the features of keys of 0 are finite, so values of 0 hide them
             real = args.mask[:, :, None, None]
             v, args = jnp.where(real, v, 0), args._replace(k=jnp.where(real, args.k, 0))
@@ -154,14 +171,9 @@ def _pad_sides(args):
 
 
 def _fused(args, method):
-    """Whether a kernel computes the features.
-
-    A mask enters there as zeros of v, which leaves the sum of features, the denominator, wrong.
-    """
+    """Whether a kernel computes the features."""
     product = getattr(method.features, "product", None)
     if product is None or args.q.shape[-1] > MAX_HEAD_SIZE:
-        return False
-    if args.mask is not None and needs_denominator(method.normalize):
         return False
     Theta, _ = jax.eval_shape(lambda params: _factors(product, params, True), args.params)
     return Theta.shape[1] <= MAX_FACTORS
@@ -171,9 +183,14 @@ def _factors(product, params, is_query):
     return jax.vmap(lambda params: product.factors(params, is_query=is_query))(params)
 
 
-def _fused_map(args, method, v, S, z, denominator, interpret):
+def _fused_map(args, method, S, z, log_decay, settings):
+    """Map and attend; a mask enters as zeros of v, or, if these count in a sum, of phi(k)."""
     q, k, Theta, b, form = _fused_arguments(args, method, S.shape[2])
-    return map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret)
+    v, mask = args.v, args.mask
+    if mask is not None and z is None:
+        v, mask = jnp.where(mask[:, :, None, None], v, 0), None
+    v = pad_to(v, 3, S.shape[3])
+    return map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form, settings)
 
 
 def _fused_arguments(args, method, M_padded):
@@ -182,10 +199,9 @@ def _fused_arguments(args, method, M_padded):
     D_padded = _up(D, 64)
     sides = [_factors(product, args.params, is_query) for is_query in (True, False)]
     Theta, b = (jnp.stack(x).astype(jnp.float32) for x in zip(*sides, strict=True))
-    Theta = pad_to(pad_to(Theta, 3, D_padded), 4, M_padded)
+    Theta, b = pad_to(pad_to(Theta, 3, D_padded), 4, M_padded), pad_to(b, 3, M_padded)
     q, k = pad_to(args.q, 3, D_padded), pad_to(args.k, 3, D_padded)
-    form = Form(D if product.normalized else 0, product.squared)
-    return q, k, Theta, pad_to(b, 3, M_padded), form
+    return q, k, Theta, b, Form(D if product.normalized else 0, product.squared)
 
 
 def _up(n, multiple):

@@ -18,11 +18,12 @@ def tiles(*shape: int):
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
-def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, interpret):
+def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, interpret, **params):
     """`plgpu.kernel` with one thread axis `wg` of warpgroups and the named grid axes.
 
     Args:
         interpret: None, or `plgpu.InterpretGPUParams` to run on a CPU.
+        params: more `plgpu.CompilerParams`.
     """
     options = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
@@ -33,7 +34,7 @@ def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, in
         num_threads=warpgroups,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, **params),
         **options,
     )
 
@@ -81,6 +82,31 @@ def as_operand(value: jax.Array, scratch):
     scratch[...] = value
     plgpu.commit_smem()
     return scratch
+
+
+def accumulate(body, *shapes: tuple[int, int], spare=()):
+    """`body(*accumulators)`: float32 sums of products, zero at first, that may also be written.
+
+    Accumulators are registers; the interpreter cannot write to these and takes `spare` memory.
+    """
+    if not spare:
+        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    for ref, shape in zip(spare, shapes, strict=True):
+        ref[...] = jnp.zeros(shape, jnp.float32)
+    return body(*spare)
+
+
+def add_product(acc, a, b, interpret) -> None:
+    """Add a @ b to an accumulator of `accumulate`."""
+    if interpret is None:
+        plgpu.wgmma(acc, a, b)
+        return
+
+    def product(room):
+        plgpu.wgmma(room, a, b)
+        return room[...]
+
+    acc[...] += pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
 
 def pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -19,8 +19,8 @@ def sum_and_read(q, k, v, S, interpret):
     """The sum over all keys, and what queries read from it, for ready features.
 
     Args:
-        q: [B, T, Hq, M] bfloat16, k: [B, S, H, M], v: [B, S, H, P]; M and P are multiples of 64 up
-            to 256.
+        q: [B, T, Hq, M] bfloat16, k: [B, S, H, M], v: [B, S, H, P]; M and P are multiples of 64, M
+            at most 512.
         S: [B, H, M, P] float32, the sum over earlier keys.
         interpret: see `pallas_gpu_base.launch`.
 
