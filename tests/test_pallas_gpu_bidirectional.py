@@ -20,7 +20,7 @@ FORWARD_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 
 def primals_of(seed, *, S=None, **options):
     """As `inputs`, with S keys."""
-    (q, k, v, params, state), features = inputs(seed, **options)
+    (q, k, v, params, state, _), features = inputs(seed, **options)
     return (q, k[:, :S], v[:, :S], params, state), features
 
 
