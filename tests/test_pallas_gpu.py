@@ -295,16 +295,6 @@ def test_refusals_name_what_would_work(change, reason):
         ops.causal(q, q, v, implementation="pallas_gpu", **change)
 
 
-@needs_kernels
-def test_only_causal():
-    x = jnp.ones((1, 8, 1, 16), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="only `causal`"):
-        ops.bidirectional(x, x, x, implementation="pallas_gpu")
-    state = ops.State(jnp.zeros((1, 1, 16, 16)), None)
-    with pytest.raises(NotImplementedError, match="only `causal`"):
-        ops.decode_step(x[:, 0], x[:, 0], x[:, 0], state, implementation="pallas_gpu")
-
-
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("options", [{}, {"constants": False}, {"tied": False, "qk_norm": False}])

@@ -193,11 +193,11 @@ def map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form: Form, setting
 
 
 def _map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form, settings):
-    (phi_q, phi_k), _ = _map(q, k, Theta, b, form, settings.interpret)
+    (phi_q, phi_k), _ = map_sides(q, k, Theta, b, form, settings.interpret)
     return _attend(phi_q, _only(mask, phi_k), v, S, z, log_decay, settings)
 
 
-def _map(q, k, Theta, b, form, interpret):
+def map_sides(q, k, Theta, b, form, interpret):
     Theta = Theta.astype(jnp.bfloat16)
     if q.shape == k.shape:
         return features((q, k), Theta, b, form, interpret)
@@ -217,7 +217,7 @@ def _map_and_attend_fwd(q, k, v, Theta, b, S, z, log_decay, mask, form, settings
 
 def _map_and_attend_bwd(form, settings, kept, cotangents):
     q, k, v, Theta, b, S, z, log_decay, mask, divided = kept
-    (phi_q, phi_k), inverses = _map(q, k, Theta, b, form, settings.interpret)
+    (phi_q, phi_k), inverses = map_sides(q, k, Theta, b, form, settings.interpret)
     dphi_q, dphi_k, dv, dS, dz, dlog_decay = _gradients(
         phi_q, _only(mask, phi_k), v, S, z, log_decay, divided, *cotangents, settings
     )
