@@ -13,17 +13,20 @@ SMS = 132
 
 
 def tiles(*shape: int):
-    """A bfloat16 buffer in shared memory, tiled and swizzled as TMA and wgmma want it."""
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    """A bfloat16 buffer in shared memory, tiled and swizzled as TMA and wgmma want it.
+
+    The last axis is 32 or a multiple of 64, the same of both operands of a product that lie there.
+    """
+    columns = min(shape[-1], 64)
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
-def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, interpret, **params):
+def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, interpret):
     """`plgpu.kernel` with one thread axis `wg` of warpgroups and the named grid axes.
 
     Args:
         interpret: None, or `plgpu.InterpretGPUParams` to run on a CPU.
-        params: more `plgpu.CompilerParams`.
     """
     options = {} if interpret is None else {"interpret": interpret}
     return plgpu.kernel(
@@ -34,7 +37,8 @@ def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, in
         num_threads=warpgroups,
         thread_name="wg",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True, **params),
+        # sums run within the quads of lanes that hold a row, so that they need no shared memory
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **options,
     )
 

@@ -291,9 +291,13 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
         scratch.append(tiles(readers, C, C))
     grid = {"b": plan.B, "h": plan.H, "segment": plan.segments, "block": plan.V // columns}
     return launch(
-        body, out_type, grid=grid, warpgroups=readers + 2, scratch=scratch, interpret=interpret,
-        reduction_scratch_bytes=0,  # sums along rows stay inside a warp
-    )(*args)  # fmt: skip
+        body,
+        out_type,
+        grid=grid,
+        warpgroups=readers + 2,
+        scratch=scratch,
+        interpret=interpret,
+    )(*args)
 
 
 def _denominators(weights, q_tile, z, K):

@@ -95,9 +95,13 @@ def segment_totals(k, v, plan: Plan, with_sum: bool, interpret):
     ]  # fmt: skip
     grid = {"b": B, "h": H, "segment": plan.segments - 1, "part": parts, "block": V // columns}
     S, *z = launch(
-        body, out_type, grid=grid, warpgroups=workers + 1, scratch=scratch, interpret=interpret,
-        reduction_scratch_bytes=0,
-    )(k, v, ones_tile())  # fmt: skip
+        body,
+        out_type,
+        grid=grid,
+        warpgroups=workers + 1,
+        scratch=scratch,
+        interpret=interpret,
+    )(k, v, ones_tile())
     return _sum_parts(S), _sum_parts(z[0]) if with_sum else None
 
 
