@@ -11,7 +11,6 @@ from conftest import assert_close, normal
 
 from lowrank_attn import ops
 from lowrank_attn.features import llops
-from lowrank_attn.ops import api
 
 B, T, H, D, P, M = 2, 37, 2, 6, 5, 24
 MAP = llops(3, M)
@@ -400,7 +399,7 @@ def test_a_sequence_of_names_falls_back_aloud(monkeypatch):
         def causal(args, method):
             raise NotImplementedError("it wants another shape")
 
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "picky", Picky)
+    monkeypatch.setitem(ops.IMPLEMENTATIONS, "picky", Picky)
     q = normal(0, 1, 3, 1, 4)
     with pytest.warns(UserWarning, match="picky cannot do this call .it wants another shape"):
         y, _ = ops.causal(q, q, q, implementation=("picky", "xla"))

@@ -3,6 +3,8 @@
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lowrank_attn import ops
 from lowrank_attn.features.llops import llops
-from lowrank_attn.ops import api, pallas_gpu
-from lowrank_attn.ops.pallas_gpu_scan import Denominator, scan
+from lowrank_attn.ops import api, pallas_gpu, pallas_gpu_attention
+from lowrank_attn.ops.pallas_gpu_attention import Settings, attend
+from lowrank_attn.ops.pallas_gpu_scan import CHUNKS_PER_STATE, Denominator, Scan, scan
 
 HAS_KERNELS = hasattr(plgpu, "InterpretGPUParams")
 needs_kernels = pytest.mark.skipif(not HAS_KERNELS, reason="Mosaic GPU kernels need jax >= 0.11")
@@ -36,9 +39,14 @@ def assert_close(got, want, tolerance):
         assert error < tolerance, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def inputs(seed, *, B=1, T=100, H=1, G=1, D=32, M=64, P=32, p=2, normalize="none", mapped=True):
-    """q, k, v, the parameters and the state of one call, and the map (None if not mapped)."""
-    keys = jax.random.split(jax.random.key(seed), 8)
+def inputs(
+    seed, *, B=1, T=100, H=1, G=1, D=32, M=64, P=32, p=2, normalize="none", mapped=True, decay=None
+):
+    """q, k, v, the parameters, the state and the gates of one call, and the map (or None).
+
+    Gates are 0 to -decay.
+    """
+    keys = jax.random.split(jax.random.key(seed), 9)
     features = llops(p, M, squared=normalize.startswith("sum")) if mapped else None
     size = D if mapped else M
     shapes = ((B, T, H * G, size), (B, T, H, size), (B, T, H, P))
@@ -52,23 +60,44 @@ def inputs(seed, *, B=1, T=100, H=1, G=1, D=32, M=64, P=32, p=2, normalize="none
         params["gain"] += 0.1 * jax.random.normal(keys[5], params["gain"].shape)
     z = jnp.abs(jax.random.normal(keys[7], (B, H, M))) if normalize.startswith("sum") else None
     state = ops.State(jax.random.normal(keys[6], (B, H, M, P)), z)
-    return (q, k, v, params, state), features
+    gates = {} if decay is None else {"log_decay": -decay * jax.random.uniform(keys[8], (B, T, H))}
+    return (q, k, v, params, state, gates), features
 
 
-def kernel(features, normalize, mask, interpret, q, k, v, params, state):
-    """`pallas_gpu.causal`, interpreted if asked for."""
-    args, method = api._prepare(
-        q, k, v, features, params, "additive", None, normalize, 1e-6, mask, None, None, state, 128
-    )
-    return pallas_gpu.causal(args, method, interpret)
+class Call(NamedTuple):
+    """The static part of a call, and its mask and segments."""
+
+    features: Callable | None
+    normalize: str
+    mask: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+
+    def kernel(self, interpret, q, k, v, params, state, gates):
+        """`pallas_gpu.causal`, interpreted if asked for."""
+        args, method = api._prepare(
+            q, k, v, self.features, params, "decay" if gates else "additive", gates, self.normalize,
+            1e-6, self.mask, self.segment_ids, None, state, 128,
+        )  # fmt: skip
+        return pallas_gpu.causal(args, method, interpret)
+
+    def reference(self, q, k, v, params, state, gates):
+        """The oracle in float32."""
+        return ops.causal(
+            *(x.astype(jnp.float32) for x in (q, k, v)), features=self.features, params=params,
+            rule="decay" if gates else "additive", gates=gates, normalize=self.normalize,
+            mask=self.mask, segment_ids=self.segment_ids, initial_state=state,
+            implementation="reference",
+        )  # fmt: skip
 
 
-def reference(features, normalize, mask, q, k, v, params, state):
-    """The oracle in float32."""
-    return ops.causal(
-        *(x.astype(jnp.float32) for x in (q, k, v)), features=features, params=params,
-        normalize=normalize, mask=mask, initial_state=state, implementation="reference",
-    )  # fmt: skip
+def pattern(B, T, every):
+    """Bool [B, T], false at every n-th token, another one in each row; None for 0."""
+    return (jnp.arange(T) + jnp.arange(B)[:, None]) % every > 0 if every else None
+
+
+def documents(B, T, tokens):
+    """Segment ids [B, T] of documents of so many tokens; None for 0."""
+    return (jnp.arange(T) + jnp.arange(B)[:, None]) // tokens if tokens else None
 
 
 def with_gradients(f, *primals):
@@ -93,52 +122,118 @@ def scan_inputs(seed, *, B=1, T=100, H=1, Hk=1, K=64, V=64, denominator=None):
     return jnp.abs(q), jnp.abs(k), v, S, jnp.abs(jax.random.normal(keys[4], (B, H, K)))
 
 
-def scan_reference(q, k, v, S, z, denominator, reverse):
+def scan_reference(
+    q, k, v, S, z=None, *, log_decay=None, denominator=None, reverse=False, strict=False,
+    with_states=False, interpret=None,
+):  # fmt: skip
     """The quadratic form of `scan` in float32."""
+    B, T = q.shape[:2]
     H = max(x.shape[2] for x in (q, k, v))
-    q, k, v = (jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2) for x in (q, k, v))
+    log_decay = jnp.zeros((B, T, 1)) if log_decay is None else log_decay
+    q, k, v, g = (
+        jnp.repeat(x.astype(jnp.float32), H // x.shape[2], axis=2) for x in (q, k, v, log_decay)
+    )
+    decays = decay_matrix(g)  # [B, H, end, start], ends and starts 0..T
+    starts = jnp.arange(0, T, CHUNKS_PER_STATE * 64)
+    if reverse:
+        decays = jnp.swapaxes(decays, 2, 3)
+        edges, inside = starts, jnp.arange(T) >= starts[:, None]
+    else:
+        edges, inside = jnp.minimum(starts + CHUNKS_PER_STATE * 64, T), 1.0
+    enters = T if reverse else 0
+    pairs, from_start = decays[:, :, 1:, 1:], decays[:, :, 1:, enters]
+    to_edges, kept = decays[:, :, edges, 1:] * inside, decays[:, :, edges, enters]
+    if strict:
+        pairs = pairs * (1 - jnp.eye(T))
     with jax.default_matmul_precision("float32"):
-        scores = jnp.einsum("bthk,bshk->bhts", q, k)
-        scores = jnp.triu(scores) if reverse else jnp.tril(scores)
-        y = jnp.einsum("bhts,bshv->bthv", scores, v) + jnp.einsum("bthk,bhkv->bthv", q, S)
-        S = S + jnp.einsum("bthk,bthv->bhkv", k, v)
+        scores = jnp.einsum("bthk,bshk->bhts", q, k) * pairs
+        y = jnp.einsum("bhts,bshv->bthv", scores, v)
+        y = y + jnp.einsum("bht,bthk,bhkv->bthv", from_start, q, S)
+        states = jnp.einsum("bhns,bshk,bshv->bhnkv", to_edges, k, v)
+        states = states + jnp.einsum("bhn,bhkv->bhnkv", kept, S)
+        S, states = states[:, :, 0 if reverse else -1], states if with_states else None
         if denominator is None:
-            return y, S, None, None
+            return Scan(y, S, None, None, states)
         d = jnp.sum(scores, axis=-1).swapaxes(1, 2) + jnp.einsum("bthk,bhk->bth", q, z)
         d = d + denominator.offset
-        return y / (d + denominator.epsilon)[..., None], S, z + jnp.sum(k, axis=1), d
+        return Scan(y / (d + denominator.epsilon)[..., None], S, z + jnp.sum(k, axis=1), d, states)
+
+
+def decay_matrix(g):
+    """[B, H, T + 1, T + 1]: what is left after t tokens of what was there after s <= t; or 0."""
+    T = g.shape[1]
+    sums = jnp.pad(jnp.cumsum(jnp.moveaxis(g, 1, 2), axis=2), [(0, 0), (0, 0), (1, 0)])
+    between = sums[..., :, None] - sums[..., None, :]
+    later = jnp.arange(T + 1)[:, None] >= jnp.arange(T + 1)
+    return jnp.where(later, jnp.exp(jnp.where(later, between, 0)), 0)
+
+
+def log_decays(T, H, strongest):
+    """[1, T, H] from 0 to -strongest, and one reset."""
+    g = -strongest * jax.random.uniform(jax.random.key(7), (1, T, H))
+    return g.at[:, T // 2].set(pallas_gpu.LOG_OF_NOTHING)
 
 
 @needs_kernels
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("denominator", [None, Denominator(1.0, 1e-6)])
-def test_interpreted_scan_matches_quadratic_form(reverse, denominator):
-    args = scan_inputs(0, H=2, denominator=denominator)
-    got = scan(
-        *args, denominator=denominator, reverse=reverse, interpret=plgpu.InterpretGPUParams()
+@pytest.mark.parametrize("variant", ["plain", "denominator", "decay"])
+def test_interpreted_scan_matches_quadratic_form(reverse, variant):
+    options = {"reverse": reverse}
+    if variant == "denominator":
+        options["denominator"] = Denominator(1.0, 1e-6)
+    if variant == "decay":
+        options |= {"log_decay": log_decays(70, 1, 0.1), "strict": True, "with_states": True}
+    args = scan_inputs(0, T=70, denominator=options.get("denominator"))
+    got = scan(*args, **options, interpret=plgpu.InterpretGPUParams())
+    assert_close(got, scan_reference(*args, **options), 4e-3)
+
+
+@pytest.mark.parametrize(
+    "normalize,decay",
+    [("none", None), ("none", 0.2), ("none", 30.0), ("sum_plus_one", None), ("sum_plus_one", 0.2)],
+)
+def test_gradients_are_scans(monkeypatch, normalize, decay):
+    """The algebra of the backward pass alone, on exact scans; two query heads share keys."""
+    monkeypatch.setattr(pallas_gpu_attention, "scan", scan_reference)
+    primals, _ = inputs(
+        0, T=300, G=2, M=64, P=64, normalize=normalize, mapped=False, decay=decay or 1.0
     )
-    assert_close(got, scan_reference(*args, denominator, reverse), 4e-3)
+    q, k, v, _, state, gates = primals
+    denominator = None if normalize == "none" else Denominator(1.0, 1e-6)
+    settings = Settings(denominator, learned_decay=decay is not None)
+
+    def ours(q, k, v, state, gates):
+        g = None if decay is None else gates["log_decay"]
+        y, S, z = attend(q, k, v, state.S, state.z, g, settings)
+        return y, ops.State(S, z)
+
+    def oracle(q, k, v, state, gates):
+        gates = {} if decay is None else gates
+        return Call(None, normalize).reference(q, k, v, {}, state, gates)
+
+    args = (q, k, v, state, gates)
+    got, want = (jax.jit(functools.partial(with_gradients, f))(*args) for f in (ours, oracle))
+    assert_close(got, want, 8e-3)
 
 
 @needs_kernels
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "normalize,options",
+    "normalize,options,every,tokens",
     [
-        ("none", {"T": 101}),
-        ("rms", {"p": 1, "G": 2, "mask": True}),
-        ("sum", {"D": 64, "P": 64}),
-        ("sum_plus_one", {"mapped": False, "G": 2, "mask": True}),
+        ("none", {"T": 70}, 0, 0),
+        ("sum", {"T": 70, "D": 64, "P": 64}, 3, 0),
+        ("sum_plus_one", {"T": 70, "mapped": False, "G": 2}, 3, 0),
+        ("rms", {"T": 70, "p": 1, "decay": 0.2}, 3, 40),
+        ("none", {"T": 70, "M": 320, "mapped": False}, 0, 40),
     ],
 )
-def test_interpreted_attention_and_gradients(normalize, options):
-    options = dict(options)
-    mask = jnp.arange(options.get("T", 100))[None] % 3 > 0 if options.pop("mask", False) else None
+def test_interpreted_attention_and_gradients(normalize, options, every, tokens):
     primals, features = inputs(0, normalize=normalize, **options)
+    call = Call(features, normalize, pattern(1, 70, every), documents(1, 70, tokens))
     interpret = plgpu.InterpretGPUParams()
-    got = with_gradients(functools.partial(kernel, features, normalize, mask, interpret), *primals)
-    want = with_gradients(functools.partial(reference, features, normalize, mask), *primals)
-    assert_close(got, want, 8e-3)
+    got = with_gradients(functools.partial(call.kernel, interpret), *primals)
+    assert_close(got, with_gradients(call.reference, *primals), 8e-3)
 
 
 LOWER = """
@@ -186,10 +281,8 @@ def test_lowers_for_cuda(shape):
 @pytest.mark.parametrize(
     "change,reason",
     [
-        ({"rule": "decay", "gates": {"log_decay": jnp.zeros((1, 8, 1))}}, "additive rule"),
-        ({"segment_ids": jnp.zeros((1, 8), jnp.int32)}, "segment_ids"),
         ({"dtype": jnp.float32}, "expected bfloat16"),
-        ({"M": 257}, "at most 256"),
+        ({"M": 513}, "at most 512"),
         ({"P": 129}, "at most 128"),
     ],
 )
@@ -200,16 +293,6 @@ def test_refusals_name_what_would_work(change, reason):
     reason = reason if HAS_KERNELS else "jax >= 0.11"
     with pytest.raises(NotImplementedError, match=reason):
         ops.causal(q, q, v, implementation="pallas_gpu", **change)
-
-
-@needs_kernels
-def test_only_causal():
-    x = jnp.ones((1, 8, 1, 16), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="only `causal`"):
-        ops.bidirectional(x, x, x, implementation="pallas_gpu")
-    state = ops.State(jnp.zeros((1, 1, 16, 16)), None)
-    with pytest.raises(NotImplementedError, match="only `causal`"):
-        ops.decode_step(x[:, 0], x[:, 0], x[:, 0], state, implementation="pallas_gpu")
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -234,27 +317,32 @@ def test_product_form_is_the_map(p, squared, options):
     assert llops(2, 24, rank=2).product is None
 
 
-GPU_SHAPES = [
-    ("none", {"B": 2, "T": 1000, "H": 3, "D": 128, "M": 256, "P": 128}, False),
-    ("rms", {"B": 1, "T": 2101, "H": 2, "G": 2, "D": 64, "M": 192, "P": 96, "p": 4}, True),
-    ("sum", {"B": 2, "T": 513, "H": 2, "D": 128, "M": 256, "P": 128}, False),
-    ("sum_plus_one", {"B": 1, "T": 2100, "H": 2, "M": 128, "P": 64, "mapped": False}, True),
-    ("none", {"B": 1, "T": 77, "H": 2, "D": 96, "M": 64, "P": 32, "p": 6}, False),
-    ("none", {"B": 1, "T": 300, "H": 2, "D": 32, "M": 100, "P": 128, "p": 3}, False),
+GPU_SHAPES = [  # normalize, shape, every n-th token masked, tokens per document
+    ("none", {"B": 2, "T": 1000, "H": 3, "D": 128, "M": 256, "P": 128}, 0, 0),
+    ("rms", {"B": 1, "T": 2101, "H": 2, "G": 2, "D": 64, "M": 192, "P": 96, "p": 4}, 5, 0),
+    ("sum", {"B": 2, "T": 513, "H": 2, "D": 128, "M": 256, "P": 128}, 5, 0),
+    ("sum_plus_one", {"B": 1, "T": 2100, "H": 2, "M": 128, "P": 64, "mapped": False}, 5, 0),
+    ("none", {"B": 1, "T": 77, "H": 2, "D": 96, "M": 64, "P": 32, "p": 6}, 0, 0),
+    ("none", {"B": 1, "T": 300, "H": 2, "D": 32, "M": 100, "P": 128, "p": 3}, 0, 200),
+    ("none", {"B": 2, "T": 1000, "H": 2, "M": 256, "P": 128, "mapped": False, "decay": 0.1}, 0, 0),
+    ("sum", {"B": 1, "T": 2101, "H": 2, "M": 128, "P": 64, "mapped": False, "decay": 0.5}, 5, 300),
+    ("rms", {"B": 2, "T": 600, "H": 1, "G": 2, "M": 64, "P": 64, "decay": 30.0}, 0, 0),
+    ("sum_plus_one", {"B": 1, "T": 700, "H": 2, "M": 192, "P": 96, "mapped": False}, 0, 100),
+    ("sum", {"B": 1, "T": 2100, "H": 2, "M": 512, "P": 128, "mapped": False}, 0, 0),
+    ("none", {"B": 1, "T": 700, "H": 1, "G": 2, "M": 320, "mapped": False, "decay": 0.1}, 5, 0),
 ]
 
 
 @needs_gpu
-@pytest.mark.parametrize("normalize,options,masked", GPU_SHAPES)
-def test_attention_and_gradients_on_gpu(normalize, options, masked):
+@pytest.mark.parametrize("normalize,options,every,tokens", GPU_SHAPES)
+def test_attention_and_gradients_on_gpu(normalize, options, every, tokens):
     """16 seeds, each run twice with equal bits."""
-    mask = jnp.arange(options["T"])[None] % 5 > 0 if masked else None
-    mask = None if mask is None else jnp.broadcast_to(mask, (options["B"], options["T"]))
+    B, T = options["B"], options["T"]
     _, features = inputs(0, normalize=normalize, **options)
-    run = functools.partial(kernel, features, normalize, mask, None)
+    call = Call(features, normalize, pattern(B, T, every), documents(B, T, tokens))
+    run = functools.partial(call.kernel, None)
     run = jax.jit(functools.partial(with_gradients, run))
-    oracle = functools.partial(reference, features, normalize, mask)
-    oracle = jax.jit(functools.partial(with_gradients, oracle))
+    oracle = jax.jit(functools.partial(with_gradients, call.reference))
     for seed in range(16):
         primals, _ = inputs(seed, normalize=normalize, **options)
         got = run(*primals)
@@ -263,4 +351,8 @@ def test_attention_and_gradients_on_gpu(normalize, options, masked):
             np.testing.assert_array_equal(a, b)
         want = oracle(*primals)
         assert_close(got[0], want[0], 5e-3)
-        assert_close(got[1], want[1], 1e-2)
+        *got, got_gates = got[1]
+        *want, want_gates = want[1]
+        assert_close(got, want, 1e-2)
+        # the error of a sum over a span of 256 tokens is that of 16 of them, 1e-3 each
+        assert_close(got_gates, want_gates, 1.8e-2)

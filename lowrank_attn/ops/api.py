@@ -1,25 +1,16 @@
-"""The public operations: they check the arguments and choose the implementation."""
+"""The public operations: they check the arguments and hand them to an implementation."""
 
 import functools
-import warnings
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.ops import pallas_gpu, pallas_tpu, reference, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.checks import check_gates, check_qkv, check_state, check_tokens
+from lowrank_attn.ops.dispatch import dispatch
 from lowrank_attn.ops.normalize import needs_denominator
 from lowrank_attn.ops.rules import RULES, Rule
-
-IMPLEMENTATIONS = {
-    "xla": xla,
-    "pallas_tpu": pallas_tpu,
-    "pallas_gpu": pallas_gpu,
-    "reference": reference,
-}
-DEFAULT_IMPLEMENTATIONS = ("xla",)
 
 
 def causal(
@@ -70,7 +61,9 @@ def causal(
             for each chip, which `pallas_tpu` lowers for a chunk_size below 128.
         implementation: `xla`, `pallas_tpu`, `pallas_gpu` (Hopper GPUs), `reference`, or a sequence
             of names, of which the first that supports the call is used, with a warning for each one
-            that does not; None: the library's order.
+            that does not; None: the kernels of the platform that the call is lowered for, else
+            `xla` (which alone has forward-mode derivatives). To compile ahead of time for a
+            platform that this process has not, name its implementation.
 
     Returns:
         y [B, T, Hq, P] in the dtype of v, and the `State` after the last token, in float32.
@@ -84,7 +77,7 @@ def causal(
         initial_state, chunk_size,
     )  # fmt: skip
     check_tokens("k", k, q.shape[1])
-    return _dispatch("causal", args, method, implementation)
+    return dispatch("causal", args, method, implementation)
 
 
 def bidirectional(
@@ -129,7 +122,7 @@ def bidirectional(
         q, k, v, features, params, "additive", None, normalize, epsilon, mask, segment_ids,
         positions, initial_state, chunk_size,
     )  # fmt: skip
-    return _dispatch("bidirectional", args, method, implementation)
+    return dispatch("bidirectional", args, method, implementation)
 
 
 def decode_step(
@@ -178,7 +171,7 @@ def decode_step(
         q, k, v, features, params, rule, jax.tree.map(with_token_axis, gates), normalize, epsilon,
         with_token_axis(mask), None, with_token_axis(positions), state, 1,
     )  # fmt: skip
-    y, state = _dispatch("decode_step", args, method, implementation)
+    y, state = dispatch("decode_step", args, method, implementation)
     return y[:, 0], state
 
 
@@ -240,24 +233,3 @@ def _prepare(
 
 def _identity(params, x, *, is_query, positions):
     return x
-
-
-def _dispatch(op: str, args: Arguments, method: Method, implementation):
-    names = DEFAULT_IMPLEMENTATIONS if implementation is None else implementation
-    names = (names,) if isinstance(names, str) else tuple(names)
-    for name in names:
-        if name not in IMPLEMENTATIONS:
-            known = ", ".join(IMPLEMENTATIONS)
-            raise ValueError(f"implementation={name!r} is unknown; known: {known}.")
-    reasons = []
-    for i, name in enumerate(names):
-        try:
-            return getattr(IMPLEMENTATIONS[name], op)(args, method)
-        except NotImplementedError as error:
-            reasons.append(f"{name}: {error}")
-            if i + 1 < len(names):
-                warnings.warn(
-                    f"{op}: {name} cannot do this call ({error}); trying {names[i + 1]}.",
-                    stacklevel=3,
-                )
-    raise NotImplementedError(f"{op}: no implementation can do this call. " + " ".join(reasons))

@@ -6,83 +6,158 @@ gradient joins that of the other columns.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.ops.pallas_gpu_base import pad_to
+from lowrank_attn.ops.pallas_gpu_base import C, pad_to
 from lowrank_attn.ops.pallas_gpu_feature_gradients import feature_gradients
 from lowrank_attn.ops.pallas_gpu_features import Form, features
-from lowrank_attn.ops.pallas_gpu_scan import Denominator, scan
+from lowrank_attn.ops.pallas_gpu_scan import CHUNKS_PER_STATE, Denominator, feature_parts, scan
+
+IN_FLOAT32 = {"preferred_element_type": jnp.float32}
+LOG_OF_ALMOST_NOTHING = -16.0  # what passes such a decay is less than the rounding of float32
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attend(q, k, v, S, z, denominator: Denominator | None, interpret):
+class Settings(NamedTuple):
+    """The static part of a call.
+
+    Attributes:
+        denominator: divide by the sum of the scores, or None.
+        learned_decay: whether `log_decay` has a gradient.
+        interpret: see `pallas_gpu_base.launch`.
+    """
+
+    denominator: Denominator | None = None
+    learned_decay: bool = False
+    interpret: object = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def attend(q, k, v, S, z, log_decay, settings: Settings):
     """Causal attention over features.
 
     Args:
-        q: [B, T, Hq, M] bfloat16, M a multiple of 64 up to 256; k: [B, T, H, M].
+        q: [B, T, Hq, M] bfloat16, M as in `scan`; k: [B, T, H, M].
         v: [B, T, H, P] bfloat16, P 64 or 128.
         S: [B, H, M, P] float32 and z: [B, H, M] float32 (None without a denominator), the state.
-        denominator: divide by the sum of the scores, or None.
-        interpret: see `pallas_gpu_base.launch`.
+        log_decay: [B, T, H] float32, at most 0 and at least -105; None for 0.
+        settings: the static part.
 
     Returns:
         y [B, T, Hq, P] bfloat16, and S and z after the last token.
 
     The backward pass keeps the arguments and, with a denominator, y and the denominators.
     """
-    return _attend(q, k, v, S, z, denominator, interpret)[0]
+    return _attend(q, k, v, S, z, log_decay, settings)[0]
 
 
-def _attend(q, k, v, S, z, denominator, interpret):
+def _attend(q, k, v, S, z, log_decay, settings):
     """The results, and what the gradient needs of them."""
-    G = q.shape[2] // k.shape[2]
-    S, z = _of_queries(S, G), None if z is None else _of_queries(z, G)
-    out = scan(q, k, v, S, z, denominator=denominator, interpret=interpret)
-    state = (out.S[:, ::G], None if z is None else out.z[:, ::G])
-    return (out.y, *state), None if denominator is None else (out.y, out.d)
+    G, P, denominator = q.shape[2] // k.shape[2], v.shape[-1], settings.denominator
+    run = functools.partial(scan, log_decay=log_decay, interpret=settings.interpret)
+    if denominator is None:
+        out = run(q, k, v, _of_queries(S, G))
+        return (out.y.astype(v.dtype), out.S[:, ::G], None), None
+    if log_decay is None and feature_parts(q.shape[3]) == 1:
+        out = run(q, k, v, _of_queries(S, G), _of_queries(z, G), denominator=denominator)
+        return (out.y, out.S[:, ::G], out.z[:, ::G]), (out.y, out.d)
+    S = pad_to(jnp.concatenate([S, z[..., None]], axis=3), 3, P + 64)
+    out = run(q, k, _with_ones(v), _of_queries(S, G))
+    d = out.y[..., P].astype(jnp.float32) + denominator.offset
+    y = (out.y[..., :P] / _away_from_zero(d, denominator)).astype(v.dtype)
+    S = out.S[:, ::G]
+    return (y, S[..., :P], S[..., P]), (y, d)
 
 
-def _attend_fwd(q, k, v, S, z, denominator, interpret):
-    out, divided = _attend(q, k, v, S, z, denominator, interpret)
-    return out, (q, k, v, S, z, divided)
+def _with_ones(v):
+    """Values [.., P] with a column of ones, and zeros up to the next multiple of 64."""
+    P = v.shape[-1]
+    return pad_to(jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1), 3, P + 64)
 
 
-def _attend_bwd(denominator, interpret, kept, cotangents):
-    return _gradients(*kept, *cotangents, denominator, interpret)
+def _away_from_zero(d, denominator):
+    return (d + jnp.where(d < 0, -denominator.epsilon, denominator.epsilon))[..., None]
+
+
+def _attend_fwd(q, k, v, S, z, log_decay, settings):
+    out, divided = _attend(q, k, v, S, z, log_decay, settings)
+    return out, (q, k, v, S, z, log_decay, divided)
+
+
+def _attend_bwd(settings, kept, cotangents):
+    return _gradients(*kept, *cotangents, settings)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _gradients(q, k, v, S, z, divided, dy, dS, dz, denominator, interpret):
-    """Gradients for the first five arguments of `attend`."""
-    run = functools.partial(scan, interpret=interpret)
+def _gradients(q, k, v, S, z, log_decay, divided, dy, dS, dz, settings):
+    """Gradients for the first six arguments of `attend`."""
+    learned = settings.learned_decay
+    run = functools.partial(scan, log_decay=log_decay, interpret=settings.interpret)
     G, P = q.shape[2] // k.shape[2], v.shape[-1]
     rows, columns, S_t, dS_t = dy, v, jnp.swapaxes(S, 2, 3), jnp.swapaxes(dS, 2, 3)
-    if denominator is not None:
+    if settings.denominator is not None:
         y, d = divided
-        d = (d + jnp.where(d < 0, -denominator.epsilon, denominator.epsilon))[..., None]
+        d = _away_from_zero(d, settings.denominator)
         dd = -jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), -1, keepdims=True) / d
         dy = (dy / d).astype(jnp.bfloat16)
-        rows = jnp.concatenate([dy, dd.astype(jnp.bfloat16)], axis=-1)
-        columns = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-        rows, columns = pad_to(rows, 3, P + 64), pad_to(columns, 3, P + 64)
+        rows = pad_to(jnp.concatenate([dy, dd.astype(jnp.bfloat16)], axis=-1), 3, P + 64)
+        columns = _with_ones(v)
         S_t = pad_to(jnp.concatenate([S_t, z[:, :, None]], axis=2), 2, P + 64)
         dS_t = pad_to(jnp.concatenate([dS_t, dz[:, :, None]], axis=2), 2, P + 64)
-    dq = run(rows, columns, k, _of_queries(S_t, G)).y
-    back = run(columns, rows, q, _of_first_queries(dS_t, G), reverse=True)
+    dS_t = _of_first_queries(dS_t, G)
+    options = {"strict": learned, "with_states": learned}
+    forth = run(rows, columns, k, _of_queries(S_t, G), **options)
+    back = run(columns, rows, q, dS_t, reverse=True, **options)
     dv = run(k, q, dy, _of_first_queries(dS, G), reverse=True).y
+    dq, dk, dlog_decay = forth.y, back.y, None
+    if log_decay is not None:
+        dlog_decay = jnp.zeros_like(log_decay)
+    if learned:
+        dlog_decay = _decay_gradient(q, k, log_decay, forth, back, dS_t, G)
+        itself = jnp.einsum("bthp,bthp->bth", rows, _of_queries(columns, G, 2), **IN_FLOAT32)
+        dq = (dq + itself[..., None] * _of_queries(k, G, 2)).astype(q.dtype)
+        dk = dk + itself[..., None] * q
     dS_t = _sum_queries(back.S, 1, G)
     dz = None if z is None else dS_t[:, :, P]
-    dk, dv = (_sum_queries(x, 2, G) for x in (back.y, dv))
-    return dq, dk, dv, jnp.swapaxes(dS_t[:, :, :P], 2, 3), dz
+    dk, dv = (_sum_queries(x, 2, G).astype(jnp.bfloat16) for x in (dk, dv))
+    return dq, dk, dv, jnp.swapaxes(dS_t[:, :, :P], 2, 3), dz, dlog_decay
 
 
-def _of_queries(state, G):
-    """State of key heads [B, H, ...] to that of query heads [B, H * G, ...]."""
-    return state if G == 1 else jnp.repeat(state, G, axis=1)
+def _decay_gradient(q, k, log_decay, forth, back, dS_t, G):
+    """The gradient for log decays, from scans that leave out what a token sees of itself.
+
+    What passes from before token u to u or later is what passes the end of a span of tokens that
+    contains u, <dS, S> there, and what the tokens from u to there read, q . dq, less what they add
+    for later ones, k . dk. Sums that end with the span, or where nothing passes, keep rounding
+    errors from piling up.
+    """
+    B, T, Hq, _ = q.shape
+    span = CHUNKS_PER_STATE * C
+    spans = forth.states.shape[2]
+    read = jnp.einsum("bthm,bthm->bth", q, forth.y, **IN_FLOAT32)
+    added = jnp.einsum("bthm,bthm->bth", _of_queries(k, G, 2), back.y, **IN_FLOAT32)
+    inside = _sum_queries(pad_to(read - added, 1, spans * span), 2, G)
+    inside = inside.reshape(B, spans, span, Hq // G)
+    adjoint = jnp.concatenate([back.states[:, :, 1:], dS_t[:, :, None]], axis=2)
+    passed = jnp.einsum(
+        "bhnpm,bhnpm->bnh", forth.states, adjoint, precision=jax.lax.Precision.HIGHEST
+    )
+    sums = jax.lax.cumsum(inside, axis=2, reverse=True) + _sum_queries(passed, 2, G)[:, :, None]
+    cut = pad_to(log_decay, 1, spans * span).reshape(inside.shape) < LOG_OF_ALMOST_NOTHING
+    place = jnp.where(cut, jnp.arange(span)[:, None], span)
+    next_cut = jax.lax.cummin(place, axis=2, reverse=True)[:, :, 1:]
+    next_cut = jnp.pad(next_cut, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=span)
+    beyond = jnp.take_along_axis(pad_to(sums, 2, span + 1), next_cut, axis=2)
+    return jnp.where(cut, 0, sums - beyond).reshape(B, -1, Hq // G)[:, :T]
+
+
+def _of_queries(x, G, axis=1):
+    """What key heads have to query heads: [.., H, ...] to [.., H * G, ...]."""
+    return x if G == 1 else jnp.repeat(x, G, axis=axis)
 
 
 def _of_first_queries(state, G):
@@ -101,27 +176,28 @@ def _sum_queries(x, axis, G):
     return jnp.sum(groups, axis=axis + 1, dtype=jnp.float32).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def map_and_attend(q, k, v, Theta, b, S, z, form: Form, denominator, interpret):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(9, 10))
+def map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form: Form, settings: Settings):
     """`attend` over the features that `Form`, Theta and b describe.
 
     Args:
         q: [B, T, Hq, D] bfloat16, D 64 or 128; k: [B, T, H, D].
         Theta: [2, H, p, D, M] float32 for queries and keys, b: [2, H, p, M] float32.
-        v, S, z, denominator, interpret: as in `attend`.
+        v, S, z, log_decay, settings: as in `attend`.
+        mask: [B, T] bool, false where the features of keys are zero, or None.
 
     The backward pass keeps what that of `attend` does, with q and k in place of their features,
     which are computed again.
     """
-    return _map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret)[0]
+    return _map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form, settings)[0]
 
 
-def _map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret):
-    (phi_q, phi_k), _ = _map(q, k, Theta, b, form, interpret)
-    return _attend(phi_q, phi_k, v, S, z, denominator, interpret)
+def _map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form, settings):
+    (phi_q, phi_k), _ = map_sides(q, k, Theta, b, form, settings.interpret)
+    return _attend(phi_q, _only(mask, phi_k), v, S, z, log_decay, settings)
 
 
-def _map(q, k, Theta, b, form, interpret):
+def map_sides(q, k, Theta, b, form, interpret):
     Theta = Theta.astype(jnp.bfloat16)
     if q.shape == k.shape:
         return features((q, k), Theta, b, form, interpret)
@@ -130,24 +206,29 @@ def _map(q, k, Theta, b, form, interpret):
     return (phi[0][0], phi[1][0]), (inverses[0][0], inverses[1][0])
 
 
-def _map_and_attend_fwd(q, k, v, Theta, b, S, z, form, denominator, interpret):
-    out, divided = _map_and_attend(q, k, v, Theta, b, S, z, form, denominator, interpret)
-    return out, (q, k, v, Theta, b, S, z, divided)
+def _only(mask, phi_k):
+    return phi_k if mask is None else jnp.where(mask[:, :, None, None], phi_k, 0)
 
 
-def _map_and_attend_bwd(form, denominator, interpret, kept, cotangents):
-    q, k, v, Theta, b, S, z, divided = kept
-    (phi_q, phi_k), inverses = _map(q, k, Theta, b, form, interpret)
-    dphi_q, dphi_k, dv, dS, dz = _gradients(
-        phi_q, phi_k, v, S, z, divided, *cotangents, denominator, interpret
+def _map_and_attend_fwd(q, k, v, Theta, b, S, z, log_decay, mask, form, settings):
+    out, divided = _map_and_attend(q, k, v, Theta, b, S, z, log_decay, mask, form, settings)
+    return out, (q, k, v, Theta, b, S, z, log_decay, mask, divided)
+
+
+def _map_and_attend_bwd(form, settings, kept, cotangents):
+    q, k, v, Theta, b, S, z, log_decay, mask, divided = kept
+    (phi_q, phi_k), inverses = map_sides(q, k, Theta, b, form, settings.interpret)
+    dphi_q, dphi_k, dv, dS, dz, dlog_decay = _gradients(
+        phi_q, _only(mask, phi_k), v, S, z, log_decay, divided, *cotangents, settings
     )
+    dphi = (dphi_q, _only(mask, dphi_k))
     Theta = Theta.astype(jnp.bfloat16)
     (dq, *of_q), (dk, *of_k) = (
-        feature_gradients(x, inverse, Theta[i], b[i], dphi, form, interpret)
-        for i, (x, inverse, dphi) in enumerate(zip((q, k), inverses, (dphi_q, dphi_k), strict=True))
+        feature_gradients(x, inverse, Theta[i], b[i], dphi, form, settings.interpret)
+        for i, (x, inverse, dphi) in enumerate(zip((q, k), inverses, dphi, strict=True))
     )
     dTheta, db = (jnp.stack(pair) for pair in zip(of_q, of_k, strict=True))
-    return dq, dk, dv, dTheta, db, dS, dz
+    return dq, dk, dv, dTheta, db, dS, dz, dlog_decay, None
 
 
 map_and_attend.defvjp(_map_and_attend_fwd, _map_and_attend_bwd)

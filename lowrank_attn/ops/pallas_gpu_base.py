@@ -88,6 +88,31 @@ def as_operand(value: jax.Array, scratch):
     return scratch
 
 
+def accumulate(body, *shapes: tuple[int, int], spare=()):
+    """`body(*accumulators)`: float32 sums of products, zero at first, that may also be written.
+
+    Accumulators are registers; the interpreter cannot write to these and takes `spare` memory.
+    """
+    if not spare:
+        return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+    for ref, shape in zip(spare, shapes, strict=True):
+        ref[...] = jnp.zeros(shape, jnp.float32)
+    return body(*spare)
+
+
+def add_product(acc, a, b, interpret) -> None:
+    """Add a @ b to an accumulator of `accumulate`."""
+    if interpret is None:
+        plgpu.wgmma(acc, a, b)
+        return
+
+    def product(room):
+        plgpu.wgmma(room, a, b)
+        return room[...]
+
+    acc[...] += pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+
 def pad_to(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Pad one axis with zeros up to `size`."""
     missing = size - x.shape[axis]

@@ -16,11 +16,19 @@ from lowrank_attn.ops.rules.base import dot
 TOKENS_PER_SAVED_STATE = 1024
 
 
-def unsupported(op: str, args: Arguments, method: Method) -> str | None:
-    """Why this implementation cannot do the call of `op`; None if it can."""
+def unsuited(args: Arguments) -> str | None:
+    """Why the kernels are not made for these arrays; None if they are."""
     for name, x in (("q", args.q), ("k", args.k), ("v", args.v)):
         if x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} has dtype {x.dtype}, but TPU kernels take float32 and bfloat16."
+    return None
+
+
+def unsupported(op: str, args: Arguments, method: Method) -> str | None:
+    """Why this implementation cannot do the call of `op`; None if it can."""
+    reason = unsuited(args)
+    if reason is not None:
+        return reason
     if op == "decode_step":
         if args.gates and tpu_name() == "v4":
             return "TPU v4 cannot broadcast the gates of a single token inside a kernel."

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.normalize import apply_normalizer
 from lowrank_attn.ops.rules.base import dot
 
 # Training keeps the inputs and one state per this many tokens; states inside are recomputed.
@@ -74,9 +75,26 @@ def read_packed(args: Arguments, method: Method, causal) -> tuple[jax.Array, Sta
 
 
 def decode_step(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """One token, T = 1, as a chunk of one."""
-    y, S = _chunk_all_heads(method.join(args.state), args, method)
-    return method.finish(y, args.v.dtype), method.split(S)
+    """One token, T = 1, by `rule.step`: on GPUs one fusion that reads and writes the state once.
+
+    S and z advance apart, as joining them would copy S.
+    """
+    phi_q, phi_k, _ = method._replace(normalize="none").map(args)
+    B, _, Hq, M = phi_q.shape
+    H = phi_k.shape[2]
+    q = phi_q.reshape(B, H, Hq // H, M)
+    k, v, gates = (jax.tree.map(lambda x: x[:, 0], x) for x in (phi_k, args.v, dict(args.gates)))
+    over_group = jax.vmap(method.rule.step, (None, 0, None, None, None), (0, None))
+    over_heads = jax.vmap(jax.vmap(over_group))
+    z, d = None, None
+    with jax.default_matmul_precision("float32"):
+        y, S = over_heads(args.state.S, q, k, v, gates)
+        if args.state.z is not None:
+            ones = jnp.ones((B, H, 1), v.dtype)
+            d, z = over_heads(args.state.z[..., None], q, k, ones, gates)
+            d, z = d.reshape(B, 1, Hq), z[..., 0]
+    y = apply_normalizer(y.reshape(B, 1, Hq, -1), d, method.normalize, method.epsilon)
+    return y.astype(v.dtype), State(S, z)
 
 
 def _chunk_all_heads(S, args, method):
