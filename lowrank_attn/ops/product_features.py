@@ -29,27 +29,25 @@ def by_products(features: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         Theta, b = jax.vmap(functools.partial(product.factors, is_query=is_query))(params)
         H, p, D, M = Theta.shape
         B, T, Hx, _ = x.shape
-        rows = _rms_norm(x) if product.normalized else x
         projected = jnp.einsum(
             "bthgd,hdm->hbtgm",
-            rows.reshape(B, T, H, Hx // H, D),
+            x.reshape(B, T, H, Hx // H, D),
             jnp.moveaxis(Theta, 1, 2).reshape(H, D, p * M).astype(x.dtype),
             precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
             preferred_element_type=x.dtype,
         )
-        factors = [
-            projected[..., j * M : (j + 1) * M].astype(jnp.float32) + b[:, None, None, None, j]
-            for j in range(p)
-        ]
-        phi = functools.reduce(operator.mul, factors)
+        if product.normalized:
+            mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1)
+            inverse = jax.lax.rsqrt(mean_square + 1e-6).reshape(B, T, H, Hx // H, 1)
+            inverse = jnp.moveaxis(inverse, 2, 0)
+
+        def factor(j):
+            y = projected[..., j * M : (j + 1) * M].astype(jnp.float32)
+            return (y * inverse if product.normalized else y) + b[:, None, None, None, j]
+
+        phi = functools.reduce(operator.mul, map(factor, range(p)))
         if product.squared:
             phi = jnp.square(phi)
         return jnp.moveaxis(phi.astype(x.dtype), 0, 2).reshape(B, T, Hx, M)
 
     return mapped
-
-
-def _rms_norm(x):
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype)

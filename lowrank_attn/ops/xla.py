@@ -46,12 +46,15 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     def cut(x):  # [B, T, ...] -> [spans, B, width, ...]
         return jnp.moveaxis(x.reshape(B, spans, width, *x.shape[2:]), 1, 0)
 
+    # as an array of its own the mask can be fused into a matrix product, as a comparison it cannot
+    see = visibility(C, None)
+    see = see._replace(pairs=jax.lax.optimization_barrier(see.pairs))
     whole = jax.tree.map(pad, args._replace(params={}, state=no_state))
 
     @jax.checkpoint
     def span(S, start, part):
         part = jax.tree.map(functools.partial(_part_of, start), whole, part)
-        return advance(S, part._replace(params=params), C, method)
+        return advance(S, part._replace(params=params), see, method)
 
     starts = jnp.arange(spans) * width
     S, y = jax.lax.scan(lambda S, x: span(S, *x), S, (starts, jax.tree.map(cut, whole)))
@@ -66,17 +69,44 @@ def _part_of(start, whole, part):
     Its tangent is the tangent of `part`: the transpose of slicing would add up arrays of the size
     of `whole`.
     """
-    return jax.lax.dynamic_slice_in_dim(whole, start, part.shape[1], 1)
+    return _slice(start, whole, part)
 
 
 @_part_of.defjvp
 def _(primals, tangents):
-    return _part_of(*primals), tangents[2]
+    return _slice(*primals), tangents[2]
 
 
-def _one_after_another(S, args, C, method):
+def _slice(start, whole, part):
+    # without the reshapes XLA would transpose all of `whole` to put the heads first
+    rows = whole.reshape(*whole.shape[:2], -1)
+    return jax.lax.dynamic_slice_in_dim(rows, start, part.shape[1], 1).reshape(part.shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _product(a, b, contract):
+    """`dot`, of which the gradients of bfloat16 operands are products of bfloat16, not of float32."""
+    return dot(a, b, contract)
+
+
+@_product.defjvp
+def _(contract, primals, tangents):
+    (a, b), (da, db) = primals, tangents
+
+    def tangent(a, b):
+        if not a.dtype == b.dtype == jnp.bfloat16:
+            return dot(a, b, contract)
+        dims = (((contract[0],), (contract[1],)), ((), ()))
+        t = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.bfloat16)
+        return t.astype(jnp.float32)
+
+    return _product(a, b, contract), tangent(da, b) + tangent(a, db)
+
+
+def _one_after_another(S, args, causal, method):
     """Outputs [B, T, Hq, P] of one span and the next state, chunk after chunk."""
     B, T = args.q.shape[:2]
+    C = causal.pairs.shape[0]
 
     def cut(x):
         return jnp.moveaxis(x.reshape(B, T // C, C, *x.shape[2:]), 1, 0)
@@ -89,43 +119,49 @@ def _one_after_another(S, args, C, method):
     return S, jnp.moveaxis(y, 0, 1).reshape(B, T, *y.shape[3:])
 
 
-def _all_at_once(S, args, C, method):
+def _all_at_once(S, args, causal, method):
     """The same by `rule.parts`: only the states between chunks are added one after another."""
     phi_q, phi_k, v = method.map(args)
     B, T, Hq, M = phi_q.shape
     H = phi_k.shape[2]
+    C = causal.pairs.shape[0]
     N = T // C
 
-    def cut(x):
-        return x.reshape(B, N, C, *x.shape[2:])
+    def heads_first(x):  # as maps compute them: [B, T, H, ...] -> [H, B, N, C, ...]
+        return jnp.moveaxis(x, 2, 0).reshape(H, B, N, C, *x.shape[3:])
 
-    # an array of its own can be fused into the product of queries and keys, a comparison cannot
-    shared = visibility(C, None)
-    shared = shared._replace(pairs=jax.lax.optimization_barrier(shared.pairs))
-    run = None if args.reset is None else jnp.cumsum(cut(args.reset).astype(jnp.int32), axis=2)
-
-    def alone(q, k, v, gates, run):
-        return method.rule.parts(q, k, v, gates, shared if run is None else visibility(C, run))
-
-    def read(q, S, start, y):
-        S = S.astype(q.dtype) if q.dtype == jnp.bfloat16 else S
-        return y + start * dot(q, S, (1, 0))
+    def parts(q, k, v, gates, run):
+        see = causal if run is None else visibility(C, run)
+        # two products with v would be merged into one, for which their operands are copied
+        other = method.rule.parts(q, k, jax.lax.optimization_barrier(v), gates, see, _product)
+        return method.rule.parts(q, k, v, gates, see, _product)._replace(S=other.S)
 
     def add(S, x):
         keep, added = x
         return jax.vmap(jax.vmap(lambda S, keep, added: keep * S + added))(S, keep, added), S
 
-    of_group = jax.vmap(alone, (1, None, None, None, None), Parts(0, None, None, None))
-    of_heads = jax.vmap(of_group, (1, 1, 1, 1, None))
-    of_chunks = jax.vmap(jax.vmap(of_heads))
-    q = cut(phi_q).reshape(B, N, C, H, Hq // H, M)
-    parts = of_chunks(q, cut(phi_k), cut(v), jax.tree.map(cut, dict(args.gates)), run)
-    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (parts.keep, parts.S))
-    S, before = jax.lax.scan(add, S, steps, unroll=N if N <= UNROLLED else 1)
+    def read(q, S, start, y):
+        S = S.astype(q.dtype) if q.dtype == jnp.bfloat16 else S
+        return y + start * _product(q, S, (1, 0))
+
+    q = heads_first(phi_q.reshape(B, T, H, Hq // H, M))  # [H, B, N, C, G, M]
+    run = None
+    if args.reset is not None:
+        run = jnp.cumsum(args.reset.reshape(B, N, C).astype(jnp.int32), axis=2)
+    of_group = jax.vmap(parts, (1, None, None, None, None), Parts(0, None, None, None))
+    of_heads = jax.vmap(jax.vmap(jax.vmap(of_group)), (0, 0, 0, 0, None))
+    gates = jax.tree.map(heads_first, dict(args.gates))
+    alone = of_heads(q, heads_first(phi_k), heads_first(v), gates, run)
+
+    steps = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (alone.keep, alone.S))
+    S, before = jax.lax.scan(add, jnp.swapaxes(S, 0, 1), steps, unroll=N if N <= UNROLLED else 1)
     of_group = jax.vmap(read, (1, None, None, 0))
-    of_chunks = jax.vmap(jax.vmap(jax.vmap(of_group, (1, 0, 0, 0))), (0, 1, 0, 0))
-    y = method.finish(of_chunks(q, before, parts.start, parts.y), args.v.dtype)
-    return S, jnp.moveaxis(y, 4, 2).reshape(B, T, Hq, -1)
+    of_heads = jax.vmap(jax.vmap(jax.vmap(of_group)))
+    before = jnp.moveaxis(before, 0, 2)
+    y = of_heads(jax.lax.optimization_barrier(q), before, alone.start, alone.y)
+    y = method.finish(y, args.v.dtype)  # [H, B, N, G, C, P]
+    y = jnp.moveaxis(y, (0, 3), (3, 4)).reshape(B, T, Hq, -1)
+    return jnp.swapaxes(S, 0, 1), y
 
 
 def bidirectional(args: Arguments, method: Method) -> tuple[jax.Array, State]:

@@ -5,7 +5,7 @@ Source: Katharopoulos et al. 2020, equations 8 to 12; their normaliser lives in 
 
 import jax.numpy as jnp
 
-from lowrank_attn.ops.rules.base import Parts, Rule, chunk_of_parts, dot
+from lowrank_attn.ops.rules.base import Parts, Rule, chunk_of_parts
 
 
 def _step(S, q, k, v, gates):
@@ -13,7 +13,7 @@ def _step(S, q, k, v, gates):
     return q.astype(jnp.float32) @ S, S
 
 
-def _parts(q, k, v, gates, see):
+def _parts(q, k, v, gates, see, dot):
     scores = dot(q, k, (1, 1)) * see.pairs  # [C, C]
     y = dot(scores.astype(v.dtype), v, (1, 0))
     return Parts(y, dot((k * see.end).astype(k.dtype), v, (0, 0)), see.start, see.keep)

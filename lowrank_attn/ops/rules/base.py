@@ -66,9 +66,9 @@ class Rule(NamedTuple):
         chunk: `chunk(S, q, k, v, gates, run)` for C tokens by matrix products: q, k [C, M],
             v [C, P], gates name -> [C] or [C, G]. Returns (y [C, P], S). `run` [C] int32 counts the
             state resets up to and including each token (0: the token continues S); None: no resets.
-        parts: `parts(q, k, v, gates, see)` with the `Visibility` of the chunk, for rules that scale
-            the state by numbers: all chunks of a sequence can then be computed at once. None for
-            other rules.
+        parts: `parts(q, k, v, gates, see, dot)` with the `Visibility` of the chunk and the matrix
+            product to use, for rules that scale the state by numbers: all chunks of a sequence can
+            then be computed at once. None for other rules.
     """
 
     gates: tuple[str, ...]
@@ -114,7 +114,7 @@ def chunk_of_parts(parts: Callable[..., Parts]) -> Chunk:
     """The `chunk` of a rule that has `parts`."""
 
     def chunk(S, q, k, v, gates, run):
-        alone = parts(q, k, v, gates, visibility(q.shape[0], run))
+        alone = parts(q, k, v, gates, visibility(q.shape[0], run), dot)
         y = alone.y + alone.start * dot(q, S, (1, 0))
         return y, alone.keep * S + alone.S
 

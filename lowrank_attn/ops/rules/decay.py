@@ -6,7 +6,7 @@ GLA. There is no output normalisation here; a fixed decay is a constant `log_dec
 
 import jax.numpy as jnp
 
-from lowrank_attn.ops.rules.base import Parts, Rule, chunk_of_parts, dot, running_sum
+from lowrank_attn.ops.rules.base import Parts, Rule, chunk_of_parts, running_sum
 
 
 def _step(S, q, k, v, gates):
@@ -15,7 +15,7 @@ def _step(S, q, k, v, gates):
     return q.astype(jnp.float32) @ S, S
 
 
-def _parts(q, k, v, gates, see):
+def _parts(q, k, v, gates, see, dot):
     C = q.shape[0]
     total = running_sum(gates["log_decay"].astype(jnp.float32))  # [C, 1], falls from <= 0
     # exp of a difference of sums, never a quotient of exponentials, which would overflow; hidden
