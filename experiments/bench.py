@@ -119,8 +119,8 @@ def timed(
 def _block_sizes(row):
     if row.implementation == "pallas_tpu":
         sizes = block_sizes.tpu_blocks()._asdict()
-    elif row.implementation == "xla" and row.case.T > 1:
-        sizes = {"chunk": 128, "span": xla.TOKENS_PER_SAVED_STATE}
+    elif row.implementation == "xla" and "bidirectional" not in row.case.kernel:
+        sizes = {"chunk": block_sizes.xla_chunk(128), "span": xla.TOKENS_PER_SAVED_STATE}
     else:
         return "own"
     return " ".join(f"{name}={value}" for name, value in sizes.items())
@@ -138,8 +138,8 @@ def write(lines: list[dict], folder: pathlib.Path, peaks: tuple[float, float]) -
     table = [COLUMNS, ["---"] * len(COLUMNS), *([str(line[c]) for c in COLUMNS] for line in lines)]
     rates = f"{peaks[0] / 1e12:.0f} TFLOP/s and {peaks[1] / 1e9:.0f} GB/s"
     path.with_suffix(".md").write_text(
-        f"Limits measured in the same run: {rates} (bfloat16 products, copies). `peak_mib` is what\n"
-        "the compiler assigns: arguments, outputs and temporary memory.\n\n"
+        f"Limits measured in the same run: {rates} (bfloat16 products, copies).\n"
+        "`peak_mib` is what the compiler assigns: arguments, outputs and temporary memory.\n\n"
         + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
     )
     plot_times(lines, path.with_suffix(".png"))

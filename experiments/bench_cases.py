@@ -1,4 +1,4 @@
-"""What `experiments.bench` measures: shapes, operation counts, random inputs, the timed functions."""
+"""What `experiments.bench` measures: shapes, operation counts, inputs, the timed functions."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -21,6 +21,7 @@ class Ready(NamedTuple):
         call: from what `convert` returns to outputs; it may return before they are computed.
         wait: returns when the outputs are there.
         convert: from the inputs of `arrays` to what `call` takes.
+        to_numpy: from outputs to a list of float64 arrays.
         compile_s: seconds of compilation.
         peak_mib: arguments, outputs and temporary memory of the compiled program, in MiB.
     """
@@ -28,6 +29,7 @@ class Ready(NamedTuple):
     call: Callable
     wait: Callable
     convert: Callable
+    to_numpy: Callable
     compile_s: float
     peak_mib: float
 
@@ -45,7 +47,16 @@ def ready(case: Case, implementation: str) -> Ready:
     memory = compiled.memory_analysis()
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     peak = sum(getattr(memory, size, float("nan")) for size in sizes) / 2**20
-    return Ready(lambda x: compiled(**x), jax.block_until_ready, lambda x: x, compile_s, peak)
+    return in_jax(lambda x: compiled(**x), compile_s, peak)
+
+
+def in_jax(call: Callable, compile_s: float = float("nan"), peak: float = float("nan")) -> Ready:
+    """A call from arrays to arrays of JAX."""
+
+    def to_numpy(outputs):
+        return [np.asarray(x, np.float64) for x in jax.tree.leaves(outputs)]
+
+    return Ready(call, jax.block_until_ready, lambda x: x, to_numpy, compile_s, peak)
 
 
 def error(case: Case, prepare: Callable[[Case], Ready]) -> float:
@@ -60,8 +71,8 @@ def error(case: Case, prepare: Callable[[Case], Ready]) -> float:
     it = prepare(small)
     got = it.call(it.convert(inputs))
     it.wait(got)
-    pairs = zip(jax.tree.leaves(got), reference(small), strict=True)
-    return float(max(_relative(np.asarray(a, np.float64), b) for a, b in pairs))
+    pairs = zip(it.to_numpy(got), reference(small), strict=True)
+    return float(max(_relative(a, b) for a, b in pairs))
 
 
 @functools.cache
@@ -106,9 +117,9 @@ def kernel_milliseconds(it: Ready, inputs) -> float | None:
 
 
 def peaks() -> tuple[float, float]:
-    """Measure this device: operations a second of bfloat16 matrix products, bytes a second of copies.
+    """Operations a second of bfloat16 matrix products and bytes a second of copies on this device.
 
-    Both on random data; a copy reads and writes each byte.
+    Both are measured, on random data; a copy reads and writes each byte.
     """
     small = jax.default_backend() == "cpu"
     n, rows = (1024, 2**13) if small else (8192, 2**17)
@@ -116,8 +127,7 @@ def peaks() -> tuple[float, float]:
     x = jax.random.normal(jax.random.key(1), (rows, 4096), jnp.bfloat16)
 
     def seconds(f, *args):
-        it = Ready(lambda args: f(*args), jax.block_until_ready, lambda x: x, 0.0, 0.0)
-        return milliseconds(it, [args], 5)[0] / 1e3
+        return milliseconds(in_jax(lambda args: f(*args)), [args], 5)[0] / 1e3
 
     return (
         2.0 * n**3 / seconds(jax.jit(jnp.matmul), a, b),

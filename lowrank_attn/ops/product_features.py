@@ -1,4 +1,4 @@
-"""Feature maps that are products of projections, for all heads and factors by one matrix product."""
+"""Maps that are products of projections, all heads and factors by one matrix product."""
 
 import functools
 import operator

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.block_sizes import xla_chunk
 from lowrank_attn.ops.product_features import by_products
 from lowrank_attn.ops.rules.base import Parts, dot, visibility
 
@@ -15,14 +16,15 @@ UNROLLED = 4  # states between chunks of one span, at most
 
 
 def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
-    """Scan over spans of about `TOKENS_PER_SAVED_STATE` tokens, mapping the features of one at a time.
+    """Scan over spans of about `TOKENS_PER_SAVED_STATE` tokens, whose features are mapped at once.
 
     A span is rematerialised: the backward pass keeps q, k, v and one state per span, and recomputes
     features and chunk states of one span while it walks back. Inside a span, a rule that has
     `parts` computes all chunks at once, another rule one after another.
     """
     B, T, Hq, _ = args.q.shape
-    C = min(method.chunk_size, T)
+    at_once = method.rule.parts is not None
+    C = min(xla_chunk(method.chunk_size) if at_once else method.chunk_size, T)
     chunks = -(-T // C)
     spans = -(-T // max(TOKENS_PER_SAVED_STATE, C))
     per_span = -(-chunks // spans)
@@ -37,7 +39,7 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     )
     no_state = State(None, None)  # type: ignore[arg-type]  # the scan carries it
     method = method._replace(features=by_products(method.features))
-    advance = _one_after_another if method.rule.parts is None else _all_at_once
+    advance = _all_at_once if at_once else _one_after_another
     S, params = method.join(args.state), args.params
 
     def pad(x):
@@ -85,7 +87,7 @@ def _slice(start, whole, part):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _product(a, b, contract):
-    """`dot`, of which the gradients of bfloat16 operands are products of bfloat16, not of float32."""
+    """`dot`, whose gradients for bfloat16 operands are products of bfloat16, not of float32."""
     return dot(a, b, contract)
 
 
