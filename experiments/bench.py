@@ -110,7 +110,7 @@ def timed(
         "tflops": f"{flops / ms / 1e9:.1f}",
         "gbps": f"{moved / ms / 1e6:.0f}",
         "roofline_fraction": f"{limit / ms * 1e3:.3f}",
-        "peak_mib": "" if math.isnan(it.peak_mib) else f"{it.peak_mib:.0f}",
+        "peak_mib": "" if math.isnan(it.peak_mib) else f"{it.peak_mib:.1f}",
         "compile_s": "" if math.isnan(it.compile_s) else f"{it.compile_s:.1f}",
         "block_sizes": _block_sizes(row),
     }
@@ -120,7 +120,7 @@ def _block_sizes(row):
     if row.implementation == "pallas_tpu":
         sizes = block_sizes.tpu_blocks()._asdict()
     elif row.implementation == "xla" and "bidirectional" not in row.case.kernel:
-        sizes = {"chunk": block_sizes.xla_chunk(128), "span": xla.TOKENS_PER_SAVED_STATE}
+        sizes = {"chunk": block_sizes.xla_blocks(128).chunk, "span": xla.TOKENS_PER_SAVED_STATE}
     else:
         return "own"
     return " ".join(f"{name}={value}" for name, value in sizes.items())

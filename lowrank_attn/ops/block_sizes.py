@@ -46,9 +46,23 @@ def tpu_blocks() -> TPUBlocks:
     return TPU.get(tpu_name() or "", TPU_FALLBACK)
 
 
-def xla_chunk(chunk_size: int) -> int:
-    """Tokens per chunk of `xla` for a rule with `parts`: `chunk_size`, on GPUs 256 for 128 to 255.
+class XLABlocks(NamedTuple):
+    """How `xla` walks over the chunks of a span, for rules that have `parts`.
 
-    On GPUs, states between chunks cost more time than products inside them.
+    Attributes:
+        chunk: tokens per chunk.
+        at_once: whether all chunks of a span are computed at once, else one after another.
     """
-    return 256 if jax.default_backend() == "gpu" and 128 <= chunk_size < 256 else chunk_size
+
+    chunk: int
+    at_once: bool
+
+
+def xla_blocks(chunk_size: int) -> XLABlocks:
+    """What is fastest on the default device: large products on GPUs, cached chunks elsewhere.
+
+    A `chunk_size` outside 128 to 255 stays as it is.
+    """
+    if jax.default_backend() != "gpu":
+        return XLABlocks(chunk_size, at_once=False)
+    return XLABlocks(256 if 128 <= chunk_size < 256 else chunk_size, at_once=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
-from lowrank_attn.ops.block_sizes import xla_chunk
+from lowrank_attn.ops.block_sizes import XLABlocks, xla_blocks
 from lowrank_attn.ops.product_features import by_products
 from lowrank_attn.ops.rules.base import Parts, dot, visibility
 
@@ -19,12 +19,14 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     """Scan over spans of about `TOKENS_PER_SAVED_STATE` tokens, whose features are mapped at once.
 
     A span is rematerialised: the backward pass keeps q, k, v and one state per span, and recomputes
-    features and chunk states of one span while it walks back. Inside a span, a rule that has
-    `parts` computes all chunks at once, another rule one after another.
+    features and chunk states of one span while it walks back. Inside a span, chunks are computed
+    one after another or, by `rule.parts`, all at once; see `block_sizes.xla_blocks`.
     """
     B, T, Hq, _ = args.q.shape
-    at_once = method.rule.parts is not None
-    C = min(xla_chunk(method.chunk_size) if at_once else method.chunk_size, T)
+    blocks = XLABlocks(method.chunk_size, at_once=False)
+    if method.rule.parts is not None:
+        blocks = xla_blocks(method.chunk_size)
+    C = min(blocks.chunk, T)
     chunks = -(-T // C)
     spans = -(-T // max(TOKENS_PER_SAVED_STATE, C))
     per_span = -(-chunks // spans)
@@ -39,7 +41,7 @@ def causal(args: Arguments, method: Method) -> tuple[jax.Array, State]:
     )
     no_state = State(None, None)  # type: ignore[arg-type]  # the scan carries it
     method = method._replace(features=by_products(method.features))
-    advance = _all_at_once if at_once else _one_after_another
+    advance = _all_at_once if blocks.at_once else _one_after_another
     S, params = method.join(args.state), args.params
 
     def pad(x):
