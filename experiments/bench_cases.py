@@ -41,6 +41,12 @@ class Case(NamedTuple):
         """Whether gradients are taken too."""
         return self.direction.endswith("backward")
 
+    @property
+    def usual(self) -> bool:
+        """Whether normaliser, batch, degree and size are those that speed is compared at."""
+        plain = self.normalize == "none" and self.p in (0, 2) and self.kernel != "softmax"
+        return plain and (self.B, self.T, self.M) == (4, LONGEST_QUADRATIC, 256)
+
     def flops(self) -> float:
         """Operations of the linear (softmax: causal quadratic) form; backward counts twice."""
         if self.kernel == "softmax":
@@ -113,6 +119,8 @@ def implementations(case: Case, kernels: str | None) -> list[str]:
     if case.kernel == "softmax":
         return ["cudnn"]
     ours = ["xla"] if kernels is None else [kernels, "xla"]
+    if case.backward and kernels is not None and not case.usual:
+        ours.remove("xla")  # a GPU compiler takes half a minute for each of its gradients
     if case.kernel == "features":
         return [*ours, FLA_CHUNK]
     return [*ours, *FLA_BASED] if case.kernel == "taylor" else ours

@@ -36,7 +36,7 @@ def test_it_matches_the_reference(case, rule):
 
 
 def test_bfloat16_error_is_that_of_the_reference():
-    """Outputs within 1.5 times its own, gradients within 2: scores and their gradients are rounded."""
+    """Outputs within 1.5 times its own, gradients within 2: scores and theirs are rounded."""
     trained, fixed = test_ops.inputs("sum")
     low = dict(trained)
     for name in ("q", "k", "v"):
