@@ -44,7 +44,7 @@ COLUMNS = [
 # Rounding of inputs, products and outputs to bfloat16, with room for what gradients add up.
 FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 6e-3, 1.2e-2
 KERNELS = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}
-COMPILED_AHEAD = 8  # rows, at the same time; none is compiled while another one is timed
+COMPILED_AHEAD = 4  # rows, at the same time; none is compiled while another one is timed
 
 
 class Row(NamedTuple):
@@ -136,9 +136,9 @@ def write(lines: list[dict], folder: pathlib.Path, peaks: tuple[float, float]) -
         writer.writeheader()
         writer.writerows(lines)
     table = [COLUMNS, ["---"] * len(COLUMNS), *([str(line[c]) for c in COLUMNS] for line in lines)]
-    rates = f"{peaks[0] / 1e12:.0f} TFLOP/s and {peaks[1] / 1e9:.0f} GB/s"
+    rates = f"{peaks[0] / 1e12:.3g} TFLOP/s and {peaks[1] / 1e9:.0f} GB/s"
     path.with_suffix(".md").write_text(
-        f"Limits measured in the same run: {rates} (bfloat16 products, copies).\n"
+        f"Limits: {rates} (bfloat16 products and copies, measured).\n"
         "`peak_mib` is what the compiler assigns: arguments, outputs and temporary memory.\n\n"
         + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
     )

@@ -12,6 +12,8 @@ from absl import logging
 
 from experiments.bench_cases import Case, arrays, program
 
+# The best of several measurements of whole cards.
+PEAKS = {"NVIDIA H200": (790e12, 4.3e12)}
 SECONDS = 0.05  # of calls in one timing
 
 
@@ -130,8 +132,11 @@ def kernel_milliseconds(it: Ready, inputs) -> float | None:
 def peaks() -> tuple[float, float]:
     """Operations a second of bfloat16 matrix products and bytes a second of copies on this device.
 
-    Both are measured, on random data; a copy reads and writes each byte.
+    Both on random data; a copy reads and writes each byte. They are measured now unless the device
+    is in `PEAKS`.
     """
+    if jax.devices()[0].device_kind in PEAKS:
+        return PEAKS[jax.devices()[0].device_kind]
     small = jax.default_backend() == "cpu"
     n, rows = (1024, 2**13) if small else (8192, 2**17)
     a, b = jax.random.normal(jax.random.key(0), (2, n, n), jnp.bfloat16)
