@@ -107,8 +107,8 @@ def timed(
         "ms_spread": f"{spread:.4f}",
         "kernel_ms": "" if kernel_ms is None else f"{kernel_ms:.4f}",
         "rel_err": f"{rel_err:.1e}",
-        "tflops": f"{flops / ms / 1e9:.1f}",
-        "gbps": f"{moved / ms / 1e6:.0f}",
+        "tflops": f"{flops / ms / 1e9:.4g}",
+        "gbps": f"{moved / ms / 1e6:.4g}",
         "roofline_fraction": f"{limit / ms * 1e3:.3f}",
         "peak_mib": "" if math.isnan(it.peak_mib) else f"{it.peak_mib:.1f}",
         "compile_s": "" if math.isnan(it.compile_s) else f"{it.compile_s:.1f}",
@@ -119,7 +119,7 @@ def timed(
 def _block_sizes(row):
     if row.implementation == "pallas_tpu":
         sizes = block_sizes.tpu_blocks()._asdict()
-    elif row.implementation == "xla" and "bidirectional" not in row.case.kernel:
+    elif row.implementation == "xla" and row.case.chunked:
         sizes = {"chunk": block_sizes.xla_blocks(128).chunk, "span": xla.TOKENS_PER_SAVED_STATE}
     else:
         return "own"

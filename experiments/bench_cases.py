@@ -42,6 +42,12 @@ class Case(NamedTuple):
         return self.direction.endswith("backward")
 
     @property
+    def chunked(self) -> bool:
+        """Whether it is causal over many tokens and computed in chunks."""
+        quadratic_or_total = self.kernel in ("softmax", "llops_bidirectional")
+        return self.direction != "decode" and not quadratic_or_total
+
+    @property
     def usual(self) -> bool:
         """Whether normaliser, batch, degree and size are those that speed is compared at."""
         plain = self.normalize == "none" and self.p in (0, 2) and self.kernel != "softmax"
@@ -53,7 +59,7 @@ class Case(NamedTuple):
             per_token = self.T * (self.D + self.P)
         else:
             per_token = 4 * self.M * self.P + 4 * self.p * self.D * self.M
-            if self.kernel != "llops_bidirectional" and self.direction != "decode":
+            if self.chunked:
                 per_token += CHUNK * (self.M + self.P)
         return self.B * self.T * self.H * per_token * (3.0 if self.backward else 1.0)
 
