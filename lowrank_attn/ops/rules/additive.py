@@ -5,7 +5,7 @@ Source: Katharopoulos et al. 2020, equations 8 to 12; their normaliser lives in 
 
 import jax.numpy as jnp
 
-from lowrank_attn.ops.rules.base import Rule, dot, visibility
+from lowrank_attn.ops.rules.base import Parts, Rule, chunk_of_parts
 
 
 def _step(S, q, k, v, gates):
@@ -13,12 +13,10 @@ def _step(S, q, k, v, gates):
     return q.astype(jnp.float32) @ S, S
 
 
-def _chunk(S, q, k, v, gates, run):
-    see = visibility(q.shape[0], run)
+def _parts(q, k, v, gates, see, dot):
     scores = dot(q, k, (1, 1)) * see.pairs  # [C, C]
-    y = dot(scores.astype(v.dtype), v, (1, 0)) + see.start * dot(q, S, (1, 0))
-    S = see.keep * S + dot((k * see.end).astype(k.dtype), v, (0, 0))
-    return y, S
+    y = dot(scores.astype(v.dtype), v, (1, 0))
+    return Parts(y, dot((k * see.end).astype(k.dtype), v, (0, 0)), see.start, see.keep)
 
 
-additive = Rule(gates=(), step=_step, chunk=_chunk)
+additive = Rule(gates=(), step=_step, chunk=chunk_of_parts(_parts), parts=_parts)

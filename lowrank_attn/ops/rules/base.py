@@ -1,6 +1,6 @@
 """The contract of a state-update rule, and the masks that every rule's chunk needs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
@@ -33,6 +33,24 @@ class Chunk(Protocol):
         """Advance one head by C tokens; see `Rule`."""
 
 
+class Parts(NamedTuple):
+    """A chunk of a rule that scales whole states: what is left when the state that enters is 0.
+
+        y_t = y_t(0) + start_t q_t^T S, S <- keep S + S(0)
+
+    Attributes:
+        y: [C, P] float32, the outputs without the state.
+        S: [M, P] float32, what the chunk adds to the state.
+        start: [C, 1] or 1.0, how much of the state a token sees.
+        keep: scalar or [1], how much of the state is left.
+    """
+
+    y: jax.Array
+    S: jax.Array
+    start: jax.Array | float
+    keep: jax.Array | float
+
+
 class Rule(NamedTuple):
     """How the state S [M, P] of one head evolves, and what a query reads from it.
 
@@ -48,11 +66,15 @@ class Rule(NamedTuple):
         chunk: `chunk(S, q, k, v, gates, run)` for C tokens by matrix products: q, k [C, M],
             v [C, P], gates name -> [C] or [C, G]. Returns (y [C, P], S). `run` [C] int32 counts the
             state resets up to and including each token (0: the token continues S); None: no resets.
+        parts: `parts(q, k, v, gates, see, dot)` with the `Visibility` of the chunk and the matrix
+            product to use, for rules that scale the state by numbers: all chunks of a sequence can
+            then be computed at once. None for other rules.
     """
 
     gates: tuple[str, ...]
     step: Step
     chunk: Chunk
+    parts: Callable[..., Parts] | None = None
 
 
 class Visibility(NamedTuple):
@@ -86,6 +108,17 @@ def visibility(C: int, run: jax.Array | None) -> Visibility:
         (run == last).astype(jnp.float32)[:, None],
         (last == 0).astype(jnp.float32),
     )
+
+
+def chunk_of_parts(parts: Callable[..., Parts]) -> Chunk:
+    """The `chunk` of a rule that has `parts`."""
+
+    def chunk(S, q, k, v, gates, run):
+        alone = parts(q, k, v, gates, visibility(q.shape[0], run), dot)
+        y = alone.y + alone.start * dot(q, S, (1, 0))
+        return y, alone.keep * S + alone.S
+
+    return chunk
 
 
 def running_sum(x: jax.Array) -> jax.Array:
