@@ -34,13 +34,14 @@ def _write(gates):
     return gates["write"].astype(jnp.float32)
 
 
-# A rule with one gate per feature, [B, T, H, M].
+# A rule with one gate per feature.
 gated_write = Rule(
     gates=("write",),
     step=lambda S, q, k, v, gates: additive.step(S, q, k * _write(gates), v, {}),
     chunk=lambda S, q, k, v, gates, run: additive.chunk(
         S, q, (k * _write(gates)).astype(k.dtype), v, {}, run
     ),
+    per_feature=("write",),
 )
 
 # A map with a scalar, a vector and an integer parameter per head, that reads positions.
