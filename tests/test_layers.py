@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from lowrank_attn.features import FEATURE_MAPS
-from lowrank_attn.layers import ATTENTION, linen
+from lowrank_attn.layers import ATTENTION, GATINGS, linen
 from lowrank_attn.layers.nnx import AttentionFn, Constant, LinearAttention
 from lowrank_attn.layers.rotary import rotary
 
@@ -66,6 +66,40 @@ def test_handing_the_state_on_continues_the_sequence(kernel):
     first, state = module(x[:, :8])
     second, state = module(x[:, 8:], positions=jnp.arange(8, T), initial_state=state)
     assert_close((jnp.concatenate([first, second], 1), state), (whole, last))
+
+
+@pytest.mark.parametrize("rule", [name for name in GATINGS if name != "additive"])
+def test_rules_have_one_tree_train_and_continue(rule):
+    """NNX and Linen agree, padding and future are hidden, gates train, parts are the whole."""
+    options = {"kernel": "llops", "options": {"num_features": 16}, "rule": rule}
+    ours = layer(causal=True, num_kv_heads=2, **options)
+    theirs = linen.LinearAttention(H, causal=True, num_kv_heads=2, **options)
+    x = normal(1, B, T, E)
+    mask = jnp.arange(T)[None] < jnp.array([[T], [15]])
+    shared = variables(ours)
+    if not ours.gating.gates or not shared["params"]["gate"]:
+        shared["params"].pop("gate")
+    initial = jax.eval_shape(theirs.init, jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, shared)
+
+    def loss(module, x):
+        y, state = module(x, mask=mask)
+        return jnp.sum(y[:, 10] ** 2), (y, state)
+
+    (grads, influence), whole = nnx.grad(loss, argnums=(0, 1), has_aux=True)(ours, x)
+    for path, grad in nnx.to_flat_state(grads):
+        assert jnp.all(jnp.isfinite(grad[...])) and jnp.any(grad[...] != 0), path
+    influence = jnp.max(jnp.abs(influence), axis=(0, 2))
+    assert jnp.all(influence[:11] > 0) and jnp.all(influence[11:] == 0)
+    assert_close(theirs.apply(shared, x, mask=mask), whole)
+
+    first, state = ours(x[:, :8])
+    outputs = [first]
+    for t in range(8, 15):
+        y, state = ours(x[:, t : t + 1], initial_state=state)
+        outputs.append(y)
+    assert_close(jnp.concatenate(outputs, 1)[1], whole[0][1, :15])
+    assert_close(state.S[1], whole[1].S[1])
 
 
 def test_grouped_heads_and_other_sizes():
