@@ -10,14 +10,14 @@ from lowrank_attn import ops
 from lowrank_attn.features import FEATURE_MAPS, FeatureMap, unit_length
 from lowrank_attn.layers import ATTENTION, GATINGS, AttentionMethod, Gating
 from lowrank_attn.ops.normalize import needs_denominator
-from lowrank_attn.ops.rules import Rule, additive
+from lowrank_attn.ops.rules import RULES
 from lowrank_attn.ops.rules.base import Gates
 
 Kernel = FeatureMap | AttentionMethod
 
 
 def make_kernel(
-    kernel: str | Kernel, options: dict[str, Any] | None = None, rule: Rule = additive
+    kernel: str | Kernel, options: dict[str, Any] | None = None, rule: str = "additive"
 ) -> Kernel:
     """Look up a kernel by name in `FEATURE_MAPS` and `ATTENTION`, and build it with its options.
 
@@ -41,14 +41,14 @@ def make_kernel(
         except TypeError as error:
             raise ValueError(f"options={options} do not fit kernel={kernel!r}: {error}.") from error
     if isinstance(made, AttentionMethod):
-        if rule is not additive:
+        if rule != "additive":
             name = kernel if isinstance(kernel, str) else "an attention method"
             raise ValueError(
-                f"kernel={name!r} has no features and keeps no state, so only rule='additive' "
-                f"fits; kernels with features: {', '.join(FEATURE_MAPS)}."
+                f"rule={rule!r} with kernel={name!r}, which has no features and keeps no state; "
+                f"kernels that have: {', '.join(FEATURE_MAPS)}."
             )
         return made
-    return unit_length(made) if rule.unit_keys else made
+    return unit_length(made) if RULES[rule].unit_keys else made
 
 
 def get_gating(rule: str | Gating) -> Gating:
@@ -64,20 +64,22 @@ def get_gating(rule: str | Gating) -> Gating:
     return GATINGS[rule]
 
 
-def check_order(rule: Rule, causal: bool) -> None:
-    """Check that tokens are read in order where the rule depends on it.
+def check_order(rule: str, causal: bool) -> None:
+    """Check that a rule is known, and that tokens are read in order where it depends on that.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if not.
     """
-    if rule is not additive and not causal:
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(RULES)}.")
+    if rule != "additive" and not causal:
         raise ValueError(
-            "causal=False with a rule other than 'additive': what decays or is overwritten depends "
-            "on the order of the tokens. Set causal=True, or rule='additive'."
+            f"rule={rule!r} with causal=False: what decays or is overwritten depends on the order "
+            "of the tokens. Set causal=True, or rule='additive'."
         )
 
 
-def resolve_normalize(kernel: Kernel, normalize: str | None, rule: Rule = additive) -> str:
+def resolve_normalize(kernel: Kernel, normalize: str | None, rule: str = "additive") -> str:
     """The normaliser of a layer: the caller's, or the one that is safe for map and rule.
 
     Raises:
@@ -89,11 +91,11 @@ def resolve_normalize(kernel: Kernel, normalize: str | None, rule: Rule = additi
             raise ValueError(f"normalize={normalize!r}, but this kernel normalises by itself.")
         return "none"
     if normalize is None:
-        return kernel.normalize if rule.sums else "rms"
-    if needs_denominator(normalize) and not rule.sums:
+        return kernel.normalize if RULES[rule].sums else "rms"
+    if needs_denominator(normalize) and not RULES[rule].sums:
         raise ValueError(
-            f"normalize={normalize!r}, but this rule weights values with both signs; use 'rms' or "
-            "'none'."
+            f"normalize={normalize!r} with rule={rule!r}, which weights values with both signs; "
+            "use 'rms' or 'none'."
         )
     return normalize
 
@@ -125,7 +127,7 @@ def attend(
     *,
     causal: bool,
     normalize: str,
-    rule: Rule = additive,
+    rule: str = "additive",
     gates: Gates | None = None,
     mask: jax.Array | None = None,
     segment_ids: jax.Array | None = None,

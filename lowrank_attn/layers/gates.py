@@ -9,8 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.ops.rules import Rule, additive, decay, delta, gated_delta, gla, kda
-
 Params = dict[str, jax.Array]
 
 
@@ -38,9 +36,9 @@ class Gate(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """A rule with a form of each of its gates, whose parameters have disjoint names."""
+    """The name of a rule, and a form of each of its gates, whose parameters have disjoint names."""
 
-    rule: Rule
+    rule: str
     gates: Mapping[str, Gate]
 
     def init(self, key: jax.Array, sizes: Sizes) -> Params:
@@ -140,13 +138,13 @@ def strength() -> Gate:
 
 
 GATINGS: dict[str, Gating] = {
-    "additive": Gating(additive, {}),
-    "retention": Gating(decay, {"log_decay": fixed_decay()}),
-    "decay": Gating(decay, {"log_decay": step_decay()}),
-    "gla": Gating(gla, {"log_decay": root_decay()}),
-    "delta": Gating(delta, {"beta": strength()}),
-    "gated_delta": Gating(gated_delta, {"log_decay": step_decay(), "beta": strength()}),
-    "kda": Gating(kda, {"log_decay": step_decay_per_feature(), "beta": strength()}),
+    "additive": Gating("additive", {}),
+    "retention": Gating("decay", {"log_decay": fixed_decay()}),
+    "decay": Gating("decay", {"log_decay": step_decay()}),
+    "gla": Gating("gla", {"log_decay": root_decay()}),
+    "delta": Gating("delta", {"beta": strength()}),
+    "gated_delta": Gating("gated_delta", {"log_decay": step_decay(), "beta": strength()}),
+    "kda": Gating("kda", {"log_decay": step_decay_per_feature(), "beta": strength()}),
 }
 
 

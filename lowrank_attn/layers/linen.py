@@ -19,7 +19,6 @@ from lowrank_attn.layers.attend import (
 )
 from lowrank_attn.layers.gates import Gating, Sizes
 from lowrank_attn.layers.rotary import rotary
-from lowrank_attn.ops.rules import Rule, additive
 from lowrank_attn.ops.rules.base import Gates
 
 
@@ -33,7 +32,7 @@ class Attend(nn.Module):
     options: dict | None = None
     causal: bool = False
     normalize: str | None = None
-    rule: Rule = additive
+    rule: str = "additive"
     chunk_size: int = 128
     implementation: Any = None
     param_dtype: Any = jnp.float32
@@ -154,7 +153,8 @@ class LinearAttention(nn.Module):
             gate = gating.init(key, Sizes(E, H, M, value_dim))
             return jax.tree.map(lambda x: x.astype(self.param_dtype), gate)
 
-        gate = self.param("gate", init_gate) if gating.gates else {}
+        trained = gating.gates and jax.eval_shape(init_gate, jax.random.key(0))
+        gate = self.param("gate", init_gate) if trained else {}
         y, state = Attend(
             kernel=self.kernel,
             options=self.options,

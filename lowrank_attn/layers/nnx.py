@@ -19,7 +19,6 @@ from lowrank_attn.layers.attend import (
 )
 from lowrank_attn.layers.gates import Gating, Sizes
 from lowrank_attn.layers.rotary import rotary
-from lowrank_attn.ops.rules import Rule, additive
 from lowrank_attn.ops.rules.base import Gates
 
 
@@ -42,8 +41,8 @@ class Attend(nnx.Module):
         options: keyword arguments of the kernel's constructor, with a name.
         causal: whether tokens see only themselves and earlier ones.
         normalize: name in `NORMALIZERS`; None: the one that is safe for kernel and rule.
-        rule: a state-update rule, whose gates come with each call. Other rules than `additive` need
-            features and causal=True.
+        rule: name in `RULES`, whose gates come with each call. Other rules than `additive` need
+            features and causal calls.
         chunk_size, implementation: see `ops.causal`.
         param_dtype: dtype of trained parameters.
         rngs: key stream `params`.
@@ -63,7 +62,7 @@ class Attend(nnx.Module):
         options: dict | None = None,
         causal: bool = False,
         normalize: str | None = None,
-        rule: Rule = additive,
+        rule: str = "additive",
         chunk_size: int = 128,
         implementation=None,
         param_dtype=jnp.float32,
