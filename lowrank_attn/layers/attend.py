@@ -24,10 +24,12 @@ def make_kernel(
     For rules that need keys of length 1, features of queries and keys are brought to that length.
 
     Raises:
-        ValueError: if the name is unknown, an option is unknown, options come with a value, or
-            a kernel without features is to follow a rule other than the additive one.
+        ValueError: if a name is unknown, an option is unknown, options come with a value, or a
+            kernel without features is to follow a rule other than the additive one.
     """
     options = options or {}
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(RULES)}.")
     if not isinstance(kernel, str):
         if options:
             raise ValueError(f"options={options} belong to a kernel's name, got a kernel's value.")
@@ -65,13 +67,11 @@ def get_gating(rule: str | Gating) -> Gating:
 
 
 def check_order(rule: str, causal: bool) -> None:
-    """Check that a rule is known, and that tokens are read in order where it depends on that.
+    """Check that tokens are read in order where the rule depends on it.
 
     Raises:
-        ValueError: if not.
+        ValueError: if they are not.
     """
-    if rule not in RULES:
-        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(RULES)}.")
     if rule != "additive" and not causal:
         raise ValueError(
             f"rule={rule!r} with causal=False: what decays or is overwritten depends on the order "
@@ -90,14 +90,15 @@ def resolve_normalize(kernel: Kernel, normalize: str | None, rule: str = "additi
         if normalize is not None:
             raise ValueError(f"normalize={normalize!r}, but this kernel normalises by itself.")
         return "none"
-    if normalize is None:
-        return kernel.normalize if RULES[rule].sums else "rms"
-    if needs_denominator(normalize) and not RULES[rule].sums:
+    wanted = kernel.normalize if normalize is None else normalize
+    if not needs_denominator(wanted) or RULES[rule].sums:
+        return wanted
+    if normalize is not None:
         raise ValueError(
             f"normalize={normalize!r} with rule={rule!r}, which weights values with both signs; "
             "use 'rms' or 'none'."
         )
-    return normalize
+    return "rms"
 
 
 def head_sizes(

@@ -3,7 +3,7 @@
 What the state answers to k, S^T k, is moved towards v. With |k| > 1 it overshoots, and diverges
 where beta |k|^2 > 2.
 
-Source: DeltaNet (Yang et al. 2024, arXiv 2406.06484) equation 1, by the WY form of its section 3.
+Source: DeltaNet (Yang et al. 2024, arXiv 2406.06484) section 2.2, by the WY form of section 3.
 The query is not scaled here, and keys are not normalised.
 """
 

@@ -4,8 +4,8 @@
 
 with g = log_decay <= 0 and beta in [0, 1] per token and head.
 
-Source: Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) equation 10. The query is not scaled
-here, and keys are not normalised; see `delta`.
+Source: Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) section 3. The query is not scaled here,
+and keys are not normalised; see `delta`.
 """
 
 import jax.numpy as jnp

@@ -2,8 +2,8 @@
 
 Exact for decays of any strength, also within a chunk: see `halving.decayed_scores`.
 
-Source: gated linear attention (GLA, Yang et al. 2024) equation 3; its chunks have sub-blocks of 16
-tokens and form the decays inside one token by token. The query is not scaled here.
+Source: gated linear attention (GLA, Yang et al. 2024, arXiv 2312.06635) section 4; its chunks have
+one level of blocks, inside which decays are formed token by token. The query is not scaled here.
 """
 
 import jax.numpy as jnp

@@ -4,7 +4,7 @@
 
 with g = log_decay [M] <= 0 per token and head, and beta in [0, 1] per token and head.
 
-Source: Kimi Linear (arXiv 2510.26692) equation 1. The query is not scaled here, and keys are not
+Source: Kimi Linear (arXiv 2510.26692) section 3. The query is not scaled here, and keys are not
 normalised; see `delta`.
 """
 
