@@ -46,6 +46,7 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
         qk_dim=qk_dim,
         normalize=config.normalize,
         causal=config.causal,
+        rule=config.rule,
         positions=config.positions,
         use_cls=config.pooling == "cls",
         dropout=config.dropout,
@@ -56,7 +57,8 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
 
 
 def make_optimizer(config: Config, peak: float, steps: int, model: PureModule):
-    """AdamW for one phase; gains, positions and the kernel's constants are not decayed."""
+    """AdamW for one phase; not decayed: gains, positions, gates' biases, the kernel's constants."""
+    spared = ("b", "gain", "lambda", "position", "cls", "A_log", "dt_bias", "decay_bias")
     schedule = optimizer.learning_rate_schedule(
         config.schedule, peak, min(config.warmup_steps, steps // 10), steps
     )
@@ -64,7 +66,7 @@ def make_optimizer(config: Config, peak: float, steps: int, model: PureModule):
         schedule,
         b2=config.b2,
         weight_decay=config.weight_decay,
-        no_decay=lambda name: name.split("/")[-1] in ("b", "gain", "lambda", "position", "cls"),
+        no_decay=lambda name: name.split("/")[-1] in spared,
         frozen=model.is_constant,
         clip=config.clip,
         clip_at=config.clip_at,

@@ -10,7 +10,7 @@ from experiments.common.flags import setting
 from experiments.common.phase import LoopSettings
 from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
-from lowrank_attn.layers import ATTENTION
+from lowrank_attn.layers import ATTENTION, GATINGS
 from lowrank_attn.models.encoder import POOLINGS, POSITIONS
 from lowrank_attn.ops import IMPLEMENTATIONS, NORMALIZERS
 
@@ -48,6 +48,9 @@ class Config(LoopSettings):
         None, "normaliser; default: the safe one of the kernel", group="model", choices=NORMALIZERS
     )
     causal: bool = setting(False, "whether tokens see earlier ones only", group="model")
+    rule: str = setting(
+        "additive", "of the state; others need --causal", group="model", choices=tuple(GATINGS)
+    )
     positions: str = setting("learned", "kind of positions", group="model", choices=POSITIONS)
     pooling: str = setting("mean", "over tokens", group="model", choices=POOLINGS)
     dropout: float = setting(0.0, "rate", group="model")
@@ -96,6 +99,11 @@ class Config(LoopSettings):
             raise ValueError(
                 f"log_features=True with kernel={self.kernel!r}, which has no features; kernels "
                 f"that have: {', '.join(FEATURE_MAPS)}."
+            )
+        if self.rule != "additive" and not self.causal:
+            raise ValueError(
+                f"rule={self.rule!r} with causal=False: what decays or is overwritten depends on "
+                "the order of the tokens, so it needs --causal."
             )
         if self.pretrain_steps < 0:
             raise ValueError(f"pretrain_steps={self.pretrain_steps}, expected 0 or more.")

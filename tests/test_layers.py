@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from lowrank_attn.features import FEATURE_MAPS
-from lowrank_attn.layers import ATTENTION, linen
+from lowrank_attn.layers import ATTENTION, GATINGS, linen
 from lowrank_attn.layers.nnx import AttentionFn, Constant, LinearAttention
 from lowrank_attn.layers.rotary import rotary
 
@@ -66,6 +66,35 @@ def test_handing_the_state_on_continues_the_sequence(kernel):
     first, state = module(x[:, :8])
     second, state = module(x[:, 8:], positions=jnp.arange(8, T), initial_state=state)
     assert_close((jnp.concatenate([first, second], 1), state), (whole, last))
+
+
+@pytest.mark.parametrize("rule", [name for name in GATINGS if name != "additive"])
+def test_rules_have_one_tree_and_train_and_continue(rule):
+    """NNX and Linen agree, padding and future are hidden, gates train, parts are the whole."""
+    options = {"kernel": "elu", "causal": True, "rule": rule, "chunk_size": 4}
+    ours = layer(num_kv_heads=2, **options)
+    theirs = linen.LinearAttention(H, num_kv_heads=2, **options)
+    x = normal(1, B, T, E)
+    mask = jnp.arange(T)[None] < jnp.array([[T], [15]])
+    shared = variables(ours)
+    initial = jax.eval_shape(theirs.init, jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, initial) == jax.tree.map(jnp.shape, shared)
+
+    def loss(module, x):
+        y, state = module(x, mask=mask)
+        return jnp.sum(y[:, 10] ** 2), (y, state)
+
+    (grads, influence), (y, state) = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(ours, x)
+    for path, grad in nnx.to_flat_state(grads):
+        assert jnp.all(jnp.isfinite(grad[...])) and jnp.any(grad[...] != 0), path
+    influence = jnp.max(jnp.abs(influence), axis=(0, 2))
+    assert jnp.all(influence[:11] > 0) and jnp.all(influence[11:] == 0)
+
+    apply = jax.jit(theirs.apply)
+    first, between = apply(shared, x[:, :14])
+    second, last = apply(shared, x[:, 14:15], initial_state=between)
+    assert_close(jnp.concatenate([first, second], 1)[1], y[1, :15])
+    assert_close(last.S[1], state.S[1])
 
 
 def test_grouped_heads_and_other_sizes():
@@ -155,6 +184,10 @@ def test_what_linear_attention_cannot_do_is_refused(flavour):
         ({"normalize": "max"}, "normalize='max' is unknown"),
         ({"kernel": "softmax", "normalize": "sum"}, "normalize='sum', but this kernel"),
         ({"num_kv_heads": 3}, "num_heads=4, expected a multiple of num_kv_heads=3"),
+        ({"rule": "momentum", "causal": True}, "rule='momentum' is unknown; known: additive"),
+        ({"rule": "delta"}, "rule='delta' with causal=False: .* order of the tokens"),
+        ({"rule": "kda", "causal": True, "kernel": "softmax"}, "rule='kda' with kernel='softmax'"),
+        ({"rule": "delta", "causal": True, "normalize": "sum"}, "normalize='sum' with rule='delt"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(options, message):
@@ -163,6 +196,13 @@ def test_settings_that_do_not_fit_are_refused(options, message):
     module = linen.LinearAttention(H, **options)
     with pytest.raises(ValueError):
         module.init(jax.random.key(0), normal(0, B, T, E))
+
+
+def test_delta_rules_bring_features_to_length_1():
+    module = layer("elu", rule="delta", causal=True)
+    phi = module.key_features(3 * normal(1, B, T, E))
+    assert_close(jnp.linalg.norm(phi, axis=-1), jnp.ones((B, T, H)))
+    assert module.attend.normalize == "rms"
 
 
 def test_width_must_be_a_multiple_of_the_heads():

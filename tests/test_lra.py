@@ -133,6 +133,7 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
         (["--kernel_options=p"], "kernel_options='p': 'p' is not of the form name=value"),
         (["--kernel_options=degree=2"], "options=.* do not fit kernel='llops'"),
         (["--log_features", "--kernel=softmax", "--kernel_options="], "which has no features"),
+        (["--rule=delta"], "rule='delta' with causal=False: .* needs --causal"),
         (["--steps=0"], "steps=0, expected at least 1"),
         (["--pooling=cls", "--causal"], "use_cls=True with causal=True"),
     ],

@@ -102,6 +102,7 @@ def test_bfloat16_keeps_float32_parameters_and_logits():
     [
         (lambda: encoder(positions="alibi"), "positions='alibi' is unknown; known: learned"),
         (lambda: encoder(causal=True, use_cls=True), "use_cls=True with causal=True"),
+        (lambda: encoder(rule="delta"), "rule='delta' with causal=False"),
         (lambda: encoder()(tokens(shape=(1, 21))), "tokens has length 21, expected at most 20"),
         (lambda: Classifier(encoder(), 5, pooling="sum", rngs=nnx.Rngs(0)), "pooling='sum'"),
         (lambda: Classifier(encoder(), 5, pooling="cls", rngs=nnx.Rngs(0)), "if and only if"),

@@ -34,13 +34,14 @@ def _write(gates):
     return gates["write"].astype(jnp.float32)
 
 
-# A rule with one gate per feature, [B, T, H, M].
+# A rule with one gate per feature.
 gated_write = Rule(
     gates=("write",),
     step=lambda S, q, k, v, gates: additive.step(S, q, k * _write(gates), v, {}),
     chunk=lambda S, q, k, v, gates, run: additive.chunk(
         S, q, (k * _write(gates)).astype(k.dtype), v, {}, run
     ),
+    per_feature=("write",),
 )
 
 # A map with a scalar, a vector and an integer parameter per head, that reads positions.
@@ -90,11 +91,18 @@ def make_call(
         width = feature_map.dim(D)
     if sums and feature_map is None:
         x["q"], x["k"] = jnp.abs(x["q"]), jnp.abs(x["k"])
-    x["gates"] = {}
-    if rule == "decay":
-        x["gates"]["log_decay"] = -0.2 * jnp.abs(normal(B, *sources, H, dtype=jnp.float32))
-    elif rule is gated_write:
-        x["gates"]["write"] = normal(B, *sources, H, width, dtype=jnp.float32)
+    rule = ops.RULES[rule] if isinstance(rule, str) else rule
+    if rule.unit_keys:
+        x["k"] /= jnp.linalg.norm(x["k"], axis=-1, keepdims=True)
+    make_gate = {
+        "log_decay": lambda *shape: -0.2 * jnp.abs(normal(*shape, dtype=jnp.float32)),
+        "beta": lambda *shape: jax.nn.sigmoid(normal(*shape, dtype=jnp.float32)),
+        "write": lambda *shape: normal(*shape, dtype=jnp.float32),
+    }
+    x["gates"] = {
+        name: make_gate[name](B, *sources, H, *[width] * (name in rule.per_feature))
+        for name in rule.gates
+    }
     x["state"] = None
     if initial or op == "decode_step":
         z = jnp.abs(normal(B, H, width, dtype=jnp.float32)) if sums else None
@@ -175,6 +183,10 @@ FLOAT32 = {
     "decay_sum": {"rule": "decay", "normalize": "sum", "initial": True, "T": 50},
     "decay_sum_plus_one": {"rule": "decay", "normalize": "sum_plus_one", "segments": True, "T": 50},
     "gates_per_feature": {"rule": gated_write, "mask": True, "T": 50},
+    "gla_sum": {"rule": "gla", "normalize": "sum", "mask": True, "G": 2, "H": 1, "T": 50},
+    "delta": {"rule": "delta", "map_": None, "mask": True, "H": 1, "T": 20},
+    "gated_delta": {"rule": "gated_delta", "map_": None, "segments": True, "H": 1, "T": 20},
+    "kda": {"rule": "kda", "map_": None, "segments": True, "initial": True, "H": 1, "T": 50},
     "one_token": {"T": 1, "initial": True},
     "both": {
         "op": "bidirectional",

@@ -11,6 +11,7 @@ from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.statistics import active_features as active_features
 from lowrank_attn.features.statistics import effective_rank as effective_rank
 from lowrank_attn.features.taylor import taylor as taylor
+from lowrank_attn.features.unit import unit_length as unit_length
 
 FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "llops": llops,

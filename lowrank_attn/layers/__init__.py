@@ -1,12 +1,15 @@
 """Attention layers in Flax NNX (`layers.nnx`) and Flax Linen (`layers.linen`).
 
-`ATTENTION` lists, by name, the attention methods that are no feature map.
+`ATTENTION` lists, by name, the attention methods that are no feature map, and `GATINGS` the
+state-update rules with the forms of their gates.
 """
 
 from collections.abc import Callable
 
 from lowrank_attn.layers.base import AttentionMethod as AttentionMethod
 from lowrank_attn.layers.exact import poly, softmax, yat, yat_spherical
+from lowrank_attn.layers.gates import GATINGS as GATINGS
+from lowrank_attn.layers.gates import Gating as Gating
 
 ATTENTION: dict[str, Callable[..., AttentionMethod]] = {
     "softmax": softmax,

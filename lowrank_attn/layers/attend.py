@@ -1,51 +1,104 @@
 """What the Flax layers share: from projected queries, keys and values to outputs, as pure code."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_attn import ops
-from lowrank_attn.features import FEATURE_MAPS, FeatureMap
-from lowrank_attn.layers import ATTENTION, AttentionMethod
+from lowrank_attn.features import FEATURE_MAPS, FeatureMap, unit_length
+from lowrank_attn.layers import ATTENTION, GATINGS, AttentionMethod, Gating
 from lowrank_attn.ops.normalize import needs_denominator
+from lowrank_attn.ops.rules import RULES
+from lowrank_attn.ops.rules.base import Gates
 
 Kernel = FeatureMap | AttentionMethod
 
 
-def make_kernel(kernel: str | Kernel, options: dict[str, Any] | None = None) -> Kernel:
+def make_kernel(
+    kernel: str | Kernel, options: dict[str, Any] | None = None, rule: str = "additive"
+) -> Kernel:
     """Look up a kernel by name in `FEATURE_MAPS` and `ATTENTION`, and build it with its options.
 
+    For rules that need keys of length 1, features of queries and keys are brought to that length.
+
     Raises:
-        ValueError: if the name is unknown, an option is unknown, or options come with a value.
+        ValueError: if a name is unknown, an option is unknown, options come with a value, or a
+            kernel without features is to follow a rule other than the additive one.
     """
     options = options or {}
+    if rule not in RULES:
+        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(RULES)}.")
     if not isinstance(kernel, str):
         if options:
             raise ValueError(f"options={options} belong to a kernel's name, got a kernel's value.")
-        return kernel
-    known = FEATURE_MAPS | ATTENTION
-    if kernel not in known:
-        raise ValueError(f"kernel={kernel!r} is unknown; known: {', '.join(known)}.")
-    try:
-        return known[kernel](**options)
-    except TypeError as error:
-        raise ValueError(f"options={options} do not fit kernel={kernel!r}: {error}.") from error
+        made = kernel
+    else:
+        known = FEATURE_MAPS | ATTENTION
+        if kernel not in known:
+            raise ValueError(f"kernel={kernel!r} is unknown; known: {', '.join(known)}.")
+        try:
+            made = known[kernel](**options)
+        except TypeError as error:
+            raise ValueError(f"options={options} do not fit kernel={kernel!r}: {error}.") from error
+    if isinstance(made, AttentionMethod):
+        if rule != "additive":
+            name = kernel if isinstance(kernel, str) else "an attention method"
+            raise ValueError(
+                f"rule={rule!r} with kernel={name!r}, which has no features and keeps no state; "
+                f"kernels that have: {', '.join(FEATURE_MAPS)}."
+            )
+        return made
+    return unit_length(made) if RULES[rule].unit_keys else made
 
 
-def resolve_normalize(kernel: Kernel, normalize: str | None) -> str:
-    """The normaliser of a layer: the caller's, or the one that is safe for the feature map.
+def get_gating(rule: str | Gating) -> Gating:
+    """Look up a rule with its gates by name in `GATINGS`.
 
     Raises:
-        ValueError: if the name is unknown, or given for a method that has its own.
+        ValueError: if the name is unknown.
+    """
+    if not isinstance(rule, str):
+        return rule
+    if rule not in GATINGS:
+        raise ValueError(f"rule={rule!r} is unknown; known: {', '.join(GATINGS)}.")
+    return GATINGS[rule]
+
+
+def check_order(rule: str, causal: bool) -> None:
+    """Check that tokens are read in order where the rule depends on it.
+
+    Raises:
+        ValueError: if they are not.
+    """
+    if rule != "additive" and not causal:
+        raise ValueError(
+            f"rule={rule!r} with causal=False: what decays or is overwritten depends on the order "
+            "of the tokens. Set causal=True, or rule='additive'."
+        )
+
+
+def resolve_normalize(kernel: Kernel, normalize: str | None, rule: str = "additive") -> str:
+    """The normaliser of a layer: the caller's, or the one that is safe for map and rule.
+
+    Raises:
+        ValueError: if the name is unknown, given for a method that has its own, or that of a sum
+            with a rule that has none.
     """
     if isinstance(kernel, AttentionMethod):
         if normalize is not None:
             raise ValueError(f"normalize={normalize!r}, but this kernel normalises by itself.")
         return "none"
-    normalize = kernel.normalize if normalize is None else normalize
-    needs_denominator(normalize)
-    return normalize
+    wanted = kernel.normalize if normalize is None else normalize
+    if not needs_denominator(wanted) or RULES[rule].sums:
+        return wanted
+    if normalize is not None:
+        raise ValueError(
+            f"normalize={normalize!r} with rule={rule!r}, which weights values with both signs; "
+            "use 'rms' or 'none'."
+        )
+    return "rms"
 
 
 def head_sizes(
@@ -75,6 +128,8 @@ def attend(
     *,
     causal: bool,
     normalize: str,
+    rule: str = "additive",
+    gates: Gates | None = None,
     mask: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
@@ -93,14 +148,16 @@ def attend(
         y [B, T, Hq, P] in the dtype of v, and the state, None for an attention method.
 
     Raises:
-        ValueError: if an attention method is given a state; it has none.
+        ValueError: if an attention method is given a state, which it has not, or a rule that
+            depends on the order of tokens is not causal.
     """
     if isinstance(kernel, AttentionMethod):
         if initial_state is not None:
             raise ValueError("initial_state is given, but this kernel keeps no state.")
         y = kernel.apply(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
         return y, None
-    op = ops.causal if causal else ops.bidirectional
+    check_order(rule, causal)
+    op = functools.partial(ops.causal, rule=rule, gates=gates) if causal else ops.bidirectional
     y, state = op(
         q,
         k,

@@ -11,12 +11,15 @@ from lowrank_attn.layers.attend import (
     Kernel,
     attend,
     check_flax_call,
+    get_gating,
     head_sizes,
     make_kernel,
     padding_mask,
     resolve_normalize,
 )
+from lowrank_attn.layers.gates import Gating, Sizes
 from lowrank_attn.layers.rotary import rotary
+from lowrank_attn.ops.rules.base import Gates
 
 
 class Attend(nn.Module):
@@ -29,6 +32,7 @@ class Attend(nn.Module):
     options: dict | None = None
     causal: bool = False
     normalize: str | None = None
+    rule: str = "additive"
     chunk_size: int = 128
     implementation: Any = None
     param_dtype: Any = jnp.float32
@@ -40,14 +44,15 @@ class Attend(nn.Module):
         k: jax.Array,
         v: jax.Array,
         *,
+        gates: Gates | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         initial_state: ops.State | None = None,
     ) -> tuple[jax.Array, ops.State | None]:
         """Attend; arguments and results as in `layers.attend.attend`."""
-        kernel = make_kernel(self.kernel, self.options)
-        normalize = resolve_normalize(kernel, self.normalize)
+        kernel = make_kernel(self.kernel, self.options, self.rule)
+        normalize = resolve_normalize(kernel, self.normalize, self.rule)
         H, D = k.shape[2:]
 
         def trainable(key):
@@ -76,6 +81,8 @@ class Attend(nn.Module):
             v,
             causal=self.causal,
             normalize=normalize,
+            rule=self.rule,
+            gates=gates,
             mask=mask,
             segment_ids=segment_ids,
             positions=positions,
@@ -99,6 +106,7 @@ class LinearAttention(nn.Module):
     options: dict | None = None
     causal: bool = False
     normalize: str | None = None
+    rule: str | Gating = "additive"
     use_rotary: bool = False
     use_bias: bool = True
     chunk_size: int = 128
@@ -120,6 +128,7 @@ class LinearAttention(nn.Module):
         E = x.shape[-1]
         qk_dim, value_dim = head_sizes(E, self.num_heads, self.qk_dim, self.value_dim)
         H = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        gating = get_gating(self.rule)
 
         def dense(features, name, axis=-1):
             return nn.DenseGeneral(
@@ -137,11 +146,21 @@ class LinearAttention(nn.Module):
         if self.use_rotary:
             at = jnp.arange(x.shape[1]) if positions is None else positions
             q, k = rotary(q, at), rotary(k, at)
+
+        def init_gate(key):
+            kernel = make_kernel(self.kernel, self.options, gating.rule)
+            M = kernel.dim(qk_dim)  # type: ignore[union-attr]  # it has features
+            gate = gating.init(key, Sizes(E, H, M, value_dim))
+            return jax.tree.map(lambda x: x.astype(self.param_dtype), gate)
+
+        trained = gating.gates and jax.eval_shape(init_gate, jax.random.key(0))
+        gate = self.param("gate", init_gate) if trained else {}
         y, state = Attend(
             kernel=self.kernel,
             options=self.options,
             causal=self.causal,
             normalize=self.normalize,
+            rule=gating.rule,
             chunk_size=self.chunk_size,
             implementation=self.implementation,
             param_dtype=self.param_dtype,
@@ -150,6 +169,7 @@ class LinearAttention(nn.Module):
             q,
             k,
             v,
+            gates=gating.apply(gate, x, H),
             mask=mask,
             segment_ids=segment_ids,
             positions=positions,

@@ -10,12 +10,16 @@ from lowrank_attn.layers.attend import (
     Kernel,
     attend,
     check_flax_call,
+    check_order,
+    get_gating,
     head_sizes,
     make_kernel,
     padding_mask,
     resolve_normalize,
 )
+from lowrank_attn.layers.gates import Gating, Sizes
 from lowrank_attn.layers.rotary import rotary
+from lowrank_attn.ops.rules.base import Gates
 
 
 class Constant(nnx.Variable):
@@ -36,7 +40,9 @@ class Attend(nnx.Module):
         kernel: name in `FEATURE_MAPS` or `ATTENTION`, or a value of either kind.
         options: keyword arguments of the kernel's constructor, with a name.
         causal: whether tokens see only themselves and earlier ones.
-        normalize: name in `NORMALIZERS`; None: the one that is safe for the kernel.
+        normalize: name in `NORMALIZERS`; None: the one that is safe for kernel and rule.
+        rule: name in `RULES`, whose gates come with each call. Other rules than `additive` need
+            features and causal calls.
         chunk_size, implementation: see `ops.causal`.
         param_dtype: dtype of trained parameters.
         rngs: key stream `params`.
@@ -56,6 +62,7 @@ class Attend(nnx.Module):
         options: dict | None = None,
         causal: bool = False,
         normalize: str | None = None,
+        rule: str = "additive",
         chunk_size: int = 128,
         implementation=None,
         param_dtype=jnp.float32,
@@ -65,8 +72,9 @@ class Attend(nnx.Module):
             raise ValueError(
                 f"num_heads={num_heads}, expected a multiple of num_kv_heads={num_kv_heads}."
             )
-        self.kernel = make_kernel(kernel, options)
-        self.normalize = resolve_normalize(self.kernel, normalize)
+        self.kernel = make_kernel(kernel, options, rule)
+        self.normalize = resolve_normalize(self.kernel, normalize, rule)
+        self.rule = rule
         self.causal = causal
         self.chunk_size = chunk_size
         self.implementation = implementation
@@ -83,6 +91,7 @@ class Attend(nnx.Module):
         k: jax.Array,
         v: jax.Array,
         *,
+        gates: Gates | None = None,
         mask: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
@@ -99,6 +108,8 @@ class Attend(nnx.Module):
             v,
             causal=self.causal if causal is None else causal,
             normalize=self.normalize,
+            rule=self.rule,
+            gates=gates,
             mask=mask,
             segment_ids=segment_ids,
             positions=positions,
@@ -115,8 +126,8 @@ class Attend(nnx.Module):
 class LinearAttention(nnx.Module):
     """Multi-head self-attention in time linear in T: projections, `Attend`, output projection.
 
-    Parameters: `query`, `key`, `value`, `out` (each `kernel` and, with use_bias, `bias`) and
-    `attend` (see `Attend`); the Linen layer has the same tree.
+    Parameters: `query`, `key`, `value`, `out` (each `kernel` and, with use_bias, `bias`), `attend`
+    (see `Attend`) and `gate` (see `layers.gates`); the Linen layer has the same tree.
 
     Args:
         width: E, size of inputs and outputs.
@@ -124,6 +135,8 @@ class LinearAttention(nnx.Module):
         num_kv_heads: H, divides num_heads; None: num_heads.
         qk_dim: D; None: width / num_heads. Taylor features are meant for 16.
         value_dim: P; None: width / num_heads.
+        rule: name in `GATINGS`, a state-update rule with gates that are computed from x, or a
+            `Gating`. Other rules than `additive` need a feature map and causal=True.
         use_rotary: whether queries and keys are rotated by their positions.
         use_bias: whether the projections have a bias.
         dtype: dtype of the computation; None: that of inputs and parameters. States stay float32.
@@ -147,6 +160,7 @@ class LinearAttention(nnx.Module):
         options: dict | None = None,
         causal: bool = False,
         normalize: str | None = None,
+        rule: str | Gating = "additive",
         use_rotary: bool = False,
         use_bias: bool = True,
         chunk_size: int = 128,
@@ -163,6 +177,8 @@ class LinearAttention(nnx.Module):
         self.value = nnx.LinearGeneral(width, (H, value_dim), **shared)
         self.out = nnx.LinearGeneral((num_heads, value_dim), width, axis=(-2, -1), **shared)
         self.use_rotary = use_rotary
+        self.gating = get_gating(rule)
+        check_order(self.gating.rule, causal)
         self.attend = Attend(
             num_heads,
             H,
@@ -172,11 +188,18 @@ class LinearAttention(nnx.Module):
             options=options,
             causal=causal,
             normalize=normalize,
+            rule=self.gating.rule,
             chunk_size=chunk_size,
             implementation=implementation,
             param_dtype=param_dtype,
             rngs=rngs,
         )
+        gate = {}
+        if self.gating.gates:
+            M = self.attend.kernel.dim(qk_dim)  # type: ignore[union-attr]  # it has features
+            gate = self.gating.init(rngs.params(), Sizes(width, H, M, value_dim))
+        self.gate = nnx.Dict({name: nnx.Param(x.astype(param_dtype)) for name, x in gate.items()})
+        self.num_kv_heads = H
 
     def __call__(
         self,
@@ -199,10 +222,12 @@ class LinearAttention(nnx.Module):
         Returns:
             [B, T, E], and the state after the last token (None for kernels without one).
         """
+        gate = {name: variable[...] for name, variable in self.gate.items()}
         y, state = self.attend(
             self._at(self.query(x), positions),
             self._at(self.key(x), positions),
             self.value(x),
+            gates=self.gating.apply(gate, x, self.num_kv_heads),
             mask=mask,
             segment_ids=segment_ids,
             positions=positions,

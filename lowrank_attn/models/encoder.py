@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lowrank_attn.layers import Gating
 from lowrank_attn.layers.nnx import LinearAttention
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "none")
@@ -39,7 +40,7 @@ class Encoder(nnx.Module):
         vocab_size: number of token ids; id 0 is padding.
         max_length: largest T.
         num_layers, width (E), num_heads, mlp_width: sizes.
-        kernel, options, qk_dim, normalize, causal, chunk_size, implementation: see
+        kernel, options, qk_dim, normalize, causal, rule, chunk_size, implementation: see
             `layers.nnx.LinearAttention`.
         positions: `learned` (N(0, 1)) or `sinusoidal` (Vaswani et al. 2017, fixed) are added to the
             embedding, `rotary` turns queries and keys in every block, `none`.
@@ -66,6 +67,7 @@ class Encoder(nnx.Module):
         qk_dim: int | None = None,
         normalize: str | None = None,
         causal: bool = False,
+        rule: str | Gating = "additive",
         positions: str = "learned",
         use_cls: bool = False,
         dropout: float = 0.0,
@@ -98,6 +100,7 @@ class Encoder(nnx.Module):
                     qk_dim=qk_dim,
                     normalize=normalize,
                     causal=causal,
+                    rule=rule,
                     use_rotary=positions == "rotary",
                     chunk_size=chunk_size,
                     implementation=implementation,

@@ -46,9 +46,10 @@ def causal(
             here, features are mapped chunk by chunk and never stored for the whole sequence.
         params: the parameters of `features`, `trainable | constant`.
         rule: name in `RULES` or a `Rule`.
-        gates: the rule's gates, name -> [B, T, H] or [B, T, H, G]; decays are log-space, <= 0.
+        gates: the rule's gates, name -> [B, T, H], or [B, T, H, M] where it has one per feature;
+            decays are log-space, <= 0.
         normalize: `none`, `sum`, `sum_plus_one` or `rms`; see `ops.normalize`. A plain `sum` of
-            signed scores comes close to zero and does not train.
+            signed scores comes close to zero and does not train. The delta rules take no sums.
         epsilon: the normaliser's epsilon.
         mask: [B, T] bool, true at real tokens. Applied to phi(k), after the map; gates of padding
             are set to 0, so it leaves the state alone. Outputs at padding are meaningless.
@@ -57,8 +58,9 @@ def causal(
             None where a new document begins there.
         positions: [T] or [B, T] int, handed to `features`; None: 0..T-1.
         initial_state: what an earlier call returned; None: zeros.
-        chunk_size: tokens that are processed together by `xla`; the kernels have sizes of their own
-            for each chip, which `pallas_tpu` lowers for a chunk_size below 128.
+        chunk_size: tokens that are processed together by `xla`, at most the rule's `most_tokens`;
+            the kernels have sizes of their own for each chip, which `pallas_tpu` lowers for a
+            chunk_size below 128.
         implementation: `xla`, `pallas_tpu`, `pallas_gpu` (Hopper GPUs), `reference`, or a sequence
             of names, of which the first that supports the call is used, with a warning for each one
             that does not; None: the kernels of the platform that the call is lowered for, else
@@ -146,7 +148,7 @@ def decode_step(
     Args:
         q: [B, Hq, D], k: [B, H, D], v: [B, H, P]: one token, without the T axis.
         state: the state so far; see `initial_state`.
-        gates: name -> [B, H] or [B, H, G].
+        gates: name -> [B, H] or [B, H, M].
         mask: [B] bool, false for rows whose state must stay as it is.
         positions: [B] int; needed by maps that depend on positions.
 
@@ -190,7 +192,14 @@ def _prepare(
         rule = RULES[rule]
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}, expected at least 1.")
-    gates = check_gates(gates, rule.gates, (B, T, H))
+    if rule.most_tokens is not None:
+        chunk_size = min(chunk_size, rule.most_tokens)
+    if needs_denominator(normalize) and not rule.sums:
+        raise ValueError(
+            f"normalize={normalize!r}, but this rule corrects what it has written, so values are "
+            "weighted with both signs and the sum of the weights is no normaliser; use 'rms' or "
+            "'none'."
+        )
     if mask is not None:
         mask = jnp.asarray(mask)
         if mask.shape != (B, S) or mask.dtype != jnp.bool_:
@@ -199,8 +208,6 @@ def _prepare(
                 f"shape {(B, S)} and dtype bool. Other masks have no linear form: use `causal`, or "
                 "segment_ids for packed documents."
             )
-        gates = {n: jnp.where(mask.reshape(B, S, *[1] * (g.ndim - 2)), g, 0)
-                 for n, g in gates.items()}  # fmt: skip
     reset = None
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
@@ -227,6 +234,10 @@ def _prepare(
         functools.partial(features, is_query=False), params, k, positions=k_positions
     ).shape[-1]
     state = check_state(state, (B, H, M, P), needs_denominator(normalize))
+    gates = check_gates(gates, rule, (B, T, H, M))
+    if mask is not None:
+        gates = {n: jnp.where(mask.reshape(B, S, *[1] * (g.ndim - 2)), g, 0)
+                 for n, g in gates.items()}  # fmt: skip
     args = Arguments(q, k, v, params, gates, mask, reset, q_positions, k_positions, state)
     return args, Method(features, rule, normalize, epsilon, chunk_size)
 

@@ -29,7 +29,7 @@ class Arguments(NamedTuple):
     Attributes:
         q: [B, T, Hq, D], k: [B, S, H, D], v: [B, S, H, P].
         params: parameters of the feature map, leading with H; an empty dict without a map.
-        gates: name -> [B, T, H] or [B, T, H, G], already 0 where `mask` is false.
+        gates: name -> [B, T, H] or [B, T, H, M], already 0 where `mask` is false.
         mask: [B, S] bool or None.
         reset: [B, T] bool or None, true where a token begins a new segment.
         q_positions: [T] or [B, T] int32, k_positions: [S] or [B, S] int32.

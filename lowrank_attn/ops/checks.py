@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops.arguments import State
+from lowrank_attn.ops.rules import Rule
 
 
 def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, *, mapped: bool) -> None:
@@ -51,23 +52,26 @@ def check_tokens(
         raise ValueError(f"{name} has {x.shape[1]} tokens, expected {T} as in q: {why}.")
 
 
-def check_gates(gates, names: tuple[str, ...], shape: tuple[int, int, int]) -> dict:
-    """Check that exactly the gates of the rule are there, each [B, T, H] or [B, T, H, G].
+def check_gates(gates, rule: Rule, shape: tuple[int, int, int, int]) -> dict:
+    """Check that exactly the gates of the rule are there, for shape (B, T, H, M).
 
     Raises:
-        ValueError: if one is missing, unknown or of another shape.
+        ValueError: if one is missing, unknown or of another shape than [B, T, H], or [B, T, H, M]
+            where the rule has one gate per feature.
     """
     gates = {} if gates is None else dict(gates)
-    if set(gates) != set(names):
+    if set(gates) != set(rule.gates):
         raise ValueError(
-            f"gates has {sorted(gates) or 'none'}, expected {sorted(names) or 'none'} for this "
-            "rule."
+            f"gates has {sorted(gates) or 'none'}, expected {sorted(rule.gates) or 'none'} for "
+            "this rule."
         )
     for name, gate in gates.items():
-        if gate.ndim not in (3, 4) or gate.shape[:3] != shape:
+        per_feature = name in rule.per_feature
+        expected = shape if per_feature else shape[:3]
+        if gate.shape != expected:
             raise ValueError(
-                f"gates[{name!r}] has shape {gate.shape}, expected {shape} or {shape} + (G,): "
-                "one gate per token and key/value head."
+                f"gates[{name!r}] has shape {gate.shape}, expected {expected}: one gate per token "
+                f"and {'feature' if per_feature else 'key/value head'}."
             )
     return gates
 

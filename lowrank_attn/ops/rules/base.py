@@ -62,19 +62,29 @@ class Rule(NamedTuple):
         gates: names of the per-token gates that the rule reads. A gate of 0 leaves the state as it
             is (decays are given as logarithms), so padding sets gates to 0.
         step: `step(S, q, k, v, gates)` for one token, the recurrence as published: q, k [M], v [P],
-            gates name -> [G] or scalar. Returns (y [P], S). A token sees itself.
+            gates name -> scalar, or [M] if per feature. Returns (y [P], S). A token sees itself.
         chunk: `chunk(S, q, k, v, gates, run)` for C tokens by matrix products: q, k [C, M],
-            v [C, P], gates name -> [C] or [C, G]. Returns (y [C, P], S). `run` [C] int32 counts the
+            v [C, P], gates name -> [C] or [C, M]. Returns (y [C, P], S). `run` [C] int32 counts the
             state resets up to and including each token (0: the token continues S); None: no resets.
         parts: `parts(q, k, v, gates, see, dot)` with the `Visibility` of the chunk and the matrix
             product to use, for rules that scale the state by numbers: all chunks of a sequence can
             then be computed at once. None for other rules.
+        per_feature: those of the gates that have one value per feature instead of one per head.
+        sums: whether y is a sum of values, each weighted by its score times a factor in [0, 1].
+            Otherwise the sum of the weights says nothing, and the sum normalisers are refused.
+        unit_keys: whether the state is bounded only for keys of length at most 1. The operations
+            take keys as they come; layers bring features to that length.
+        most_tokens: the most tokens that `chunk` handles well at once; None: any number.
     """
 
     gates: tuple[str, ...]
     step: Step
     chunk: Chunk
     parts: Callable[..., Parts] | None = None
+    per_feature: tuple[str, ...] = ()
+    sums: bool = True
+    unit_keys: bool = False
+    most_tokens: int | None = None
 
 
 class Visibility(NamedTuple):
