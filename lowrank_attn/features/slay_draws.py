@@ -11,14 +11,25 @@ FREQUENCIES = ("iid", "orthogonal", "antithetic", "oprf")
 
 def draw_directions(key: jax.Array, shape: tuple[int, ...], orthogonal: bool) -> jax.Array:
     """Uniform unit vectors [..., n, D]; blocks of D of them are orthogonal if asked for."""
-    if not orthogonal:
-        return unit_rows(jax.random.normal(key, shape))
+    if orthogonal:
+        return _orthogonal(key, shape)[0]
+    return unit_rows(jax.random.normal(key, shape))
+
+
+def _orthogonal(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Directions [..., n, D] in orthogonal blocks of D, and lengths of Gaussian vectors [..., n].
+
+    The orthogonal factor of a Gaussian matrix is independent of the triangular one, and so of the
+    norms of the columns.
+    """
     *lead, n, D = shape
     blocks = -(-n // D)
-    q, r = jnp.linalg.qr(jax.random.normal(key, (*lead, blocks, D, D)))
+    gaussian = jax.random.normal(key, (*lead, blocks, D, D))
+    q, r = jnp.linalg.qr(gaussian)
     # With the signs of r's diagonal taken out, q is uniform over the orthogonal matrices.
     q = q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[..., None, :]
-    return q.reshape(*lead, blocks * D, D)[..., :n, :]
+    lengths = jnp.linalg.norm(gaussian, axis=-2).reshape(*lead, blocks * D)
+    return q.reshape(*lead, blocks * D, D)[..., :n, :], lengths[..., :n]
 
 
 def draw_frequencies(
@@ -53,9 +64,11 @@ def draw_frequencies(
     Chefs' Random Tables (arXiv 2205.15317). SLAY has `iid` only.
     """
     drawn = (H, len(s), -(-n // 2) if kind == "antithetic" else n, D)
-    direction_key, length_key = jax.random.split(key)
-    length = jnp.linalg.norm(jax.random.normal(length_key, drawn), axis=-1, keepdims=True)
-    g = draw_directions(direction_key, drawn, orthogonal=kind != "iid") * length
+    if kind == "iid":
+        g = jax.random.normal(key, drawn)
+    else:
+        direction, length = _orthogonal(key, drawn)
+        g = direction * length[..., None]
     if kind == "antithetic":
         g = jnp.concatenate([g, -g], axis=-2)[..., :n, :]
     A = oprf_exponent(s, D) if kind == "oprf" else np.zeros_like(s)
