@@ -255,10 +255,7 @@ def test_variance_falls_with_each_kind_of_frequencies():
 def test_unscaled_anchors_differ_by_a_factor():
     """The scale multiplies scores by D (D + 2) and nothing else."""
     scaled, plain = (slay(scaled=flag) for flag in (True, False))
-    phi = [
-        m.apply(head(draw(m)), rows(), is_query=True)
-        for m in (scaled, plain)
-    ]
+    phi = [m.apply(head(draw(m)), rows(), is_query=True) for m in (scaled, plain)]
     assert_close(phi[0] @ phi[0].T, D * (D + 2) * (phi[1] @ phi[1].T), 1e-5)
 
 

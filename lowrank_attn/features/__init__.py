@@ -10,7 +10,7 @@ from lowrank_attn.features.slay import slay as slay
 from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.slay_auto import slay_auto as slay_auto
 from lowrank_attn.features.slay_plan import cosine_histogram as cosine_histogram
-from lowrank_attn.features.slay_plan import plan as slay_plan
+from lowrank_attn.features.slay_plan import plan_slay as plan_slay
 from lowrank_attn.features.statistics import active_features as active_features
 from lowrank_attn.features.statistics import effective_rank as effective_rank
 from lowrank_attn.features.taylor import taylor as taylor

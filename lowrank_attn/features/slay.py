@@ -56,7 +56,7 @@ def slay(
     * `sketch`: a signed `tensor_sketch` of the Kronecker product of each node, M = R sketch_size.
 
     With `laplace_only` there is no polynomial: phi[r, j] = sqrt(w_r C^2 / (4 F)) e_rj, M = R F, for
-    the kernel (C^2 / 4) / (C - 2x) = x^2 / (C - 2x) + C / 4 + x / 2, and zero vectors do not vanish.
+    the kernel (C^2 / 4) / (C - 2x) = x^2 / (C - 2x) + C / 4 + x / 2. Features of zero vectors stay.
 
     All features are >= 0 with anchors and no sketch. Scores are >= 0 with `exact` as well, up to
     rounding: in bfloat16 1 or 2 % of them come out slightly negative. With the other polynomials
@@ -201,11 +201,12 @@ def slay_paper() -> FeatureMap:
 
 
 def _check(polynomial: str, fusion: str, laplace_only: bool, frequencies: str) -> None:
-    for name, value, known in (
-        ("polynomial", polynomial, POLYNOMIALS),
+    names: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+        ("polynomial", polynomial, tuple(POLYNOMIALS)),
         ("fusion", fusion, FUSIONS),
         ("frequencies", frequencies, FREQUENCIES),
-    ):
+    )
+    for name, value, known in names:
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; known: {', '.join(known)}.")
     if laplace_only and (polynomial, fusion) != ("anchor", "kronecker"):
@@ -220,10 +221,10 @@ def _check(polynomial: str, fusion: str, laplace_only: bool, frequencies: str) -
             "out and take frequencies other than 'oprf', which are not Gaussian."
         )
     if fusion == "pairs" and not POLYNOMIALS[polynomial].averaged:
-        known = ", ".join(name for name, factor in POLYNOMIALS.items() if factor.averaged)
+        averaged = ", ".join(name for name, factor in POLYNOMIALS.items() if factor.averaged)
         raise ValueError(
             f"fusion='pairs' with polynomial={polynomial!r}, whose columns are no estimates of x^2 "
-            f"one by one; those of these are: {known}."
+            f"one by one; those of these are: {averaged}."
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from lowrank_attn.features.base import FeatureMap, Params
 from lowrank_attn.features.slay_draws import draw_directions, draw_frequencies
 from lowrank_attn.features.slay_families import length_moment
-from lowrank_attn.features.slay_plan import Block, plan
+from lowrank_attn.features.slay_plan import Block, plan_slay
 from lowrank_attn.features.slay_polynomials import project, quadratic
 from lowrank_attn.features.unit_rows import unit_rows
 
@@ -23,7 +23,7 @@ def slay_auto(
     epsilon: float = 1e-3,
     histogram: tuple[float, ...] | None = None,
 ) -> FeatureMap:
-    """SLAY features that `plan` chooses for the head size D, for x^2 / (2 + epsilon - 2x).
+    """SLAY features that `plan_slay` chooses for the head size D, for x^2 / (2 + epsilon - 2x).
 
     With u = x / |x|, phi(u) holds one group of features for each block of weight beta and count n,
 
@@ -41,7 +41,7 @@ def slay_auto(
 
     Predicted errors of scores for D = 64 are 0.84 with 256 features and 0.74 with 1024, where
     constant scores have 0.96; for D = 16 they are 0.70 and 0.65 of 0.95 (epsilon 1e-3, default
-    density of cosines). `plan` with the same arguments and D tells what was chosen.
+    density of cosines). `plan_slay` with the same arguments and D tells what was chosen.
 
     Args:
         num_features: M >= 1, the most features.
@@ -60,7 +60,7 @@ def slay_auto(
     """
     histogram = None if histogram is None else tuple(histogram)
     planned = functools.partial(
-        plan,
+        plan_slay,
         num_features=num_features,
         target_error=target_error,
         epsilon=epsilon,
@@ -70,7 +70,7 @@ def slay_auto(
     def init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
         constant: dict[str, jax.Array] = {}
         for b, block in enumerate(planned(D).blocks):
-            drawn = _draw(jax.random.fold_in(key, b), block, D, H)
+            drawn = draw_block(jax.random.fold_in(key, b), block, D, H)
             constant |= {f"{name}_{b}": leaf for name, leaf in drawn.items()}
         return {}, constant
 
@@ -84,7 +84,7 @@ def slay_auto(
         for b, block in enumerate(planned(x.shape[-1]).blocks):
             ending = f"_{b}"
             of_block = {n.removesuffix(ending): p for n, p in params.items() if n.endswith(ending)}
-            parts.append(_features(of_block, block, u))
+            parts.append(block_features(of_block, block, u))
         return jnp.concatenate(parts, axis=1).astype(x.dtype)
 
     return FeatureMap(
@@ -96,7 +96,7 @@ def slay_auto(
     )
 
 
-def _draw(key: jax.Array, block: Block, D: int, H: int) -> Params:
+def draw_block(key: jax.Array, block: Block, D: int, H: int) -> Params:
     """The constants of one block, with its weight in the offsets of the exponentials."""
     frequency_key, direction_key = jax.random.split(key)
     constant = {}
@@ -105,20 +105,20 @@ def _draw(key: jax.Array, block: Block, D: int, H: int) -> Params:
     if block.s:
         kind = "orthogonal" if block.family == "hadamard" else "oprf"
         s = np.array([block.s])
-        omega, offset = draw_frequencies(frequency_key, H, block.count, D, s, kind)
-        log_weight = 0.5 * math.log(block.weight / block.count)
+        omega, offset = draw_frequencies(frequency_key, H, block.num_random, D, s, kind)
+        log_weight = 0.5 * math.log(block.weight / block.num_random)
         if block.family == "hadamard":
             log_weight -= math.log(2 * block.s)  # (omega . u)^2 is 2 s (g . u)^2
         constant |= {"omega": omega[:, 0], "offset": offset[:, 0] + log_weight}
     if block.family in _ANCHOR_POWERS:
         power = _ANCHOR_POWERS[block.family]
         length = length_moment(2 * power, D) ** (0.5 / power)
-        anchors = draw_directions(direction_key, (H, block.count, D), True)
+        anchors = draw_directions(direction_key, (H, block.num_random, D), True)
         constant["anchors"] = length * anchors
     return constant
 
 
-def _features(params: Params, block: Block, u: jax.Array) -> jax.Array:
+def block_features(params: Params, block: Block, u: jax.Array) -> jax.Array:
     """The features [T, size] of one block for unit rows [T, D] of one head."""
     if block.s:
         exponent = project(u, params["omega"])

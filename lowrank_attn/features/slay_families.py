@@ -33,9 +33,8 @@ def exponential_moments(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The first two moments of e(q) e(k) of `draw_frequencies`, kinds `oprf` or else `iid`."""
     A = float(oprf_exponent(np.array(s), D)) if oprf else 0.0
-    log_second = D * math.log1p(-4 * A) - D / 2 * math.log1p(-8 * A) - 4 * s
-    log_second = log_second + 8 * s * (1 + x) * (1 - 4 * A) / (1 - 8 * A)
-    return np.exp(2 * s * x), np.exp(log_second)
+    constant = D * math.log1p(-4 * A) - D / 2 * math.log1p(-8 * A) - 4 * s
+    return np.exp(2 * s * x), np.exp(constant + 8 * s * (1 + x) * (1 - 4 * A) / (1 - 8 * A))
 
 
 def moments(family: str, s: float, x: np.ndarray, D: int) -> tuple[np.ndarray, np.ndarray]:

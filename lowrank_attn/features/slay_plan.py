@@ -26,26 +26,26 @@ class Block(NamedTuple):
     Attributes:
         family: `const` (one constant feature), a name in `FAMILIES`, or `quadratic`: the monomials
             of `slay_polynomials.quadratic` after a random rotation (none if the rank is D), times
-            each of `count` exponentials if `count` is not 0.
+            each of `num_random` exponentials if that is not 0.
         s: rate of the exponentials; 0 if there are none.
         weight: > 0, of the family's mean in the kernel.
-        count: number of random features.
+        num_random: number of random features.
         rank: of the quadratic block, a divisor of D; else 0.
     """
 
     family: str
     s: float
     weight: float
-    count: int
+    num_random: int
     rank: int = 0
 
     def size(self, D: int) -> int:
         """The number of features."""
-        return max(self.count, 1) * (D * (self.rank + 1) // 2 if self.rank else 1)
+        return max(self.num_random, 1) * (D * (self.rank + 1) // 2 if self.rank else 1)
 
 
 class Plan(NamedTuple):
-    """What `plan` chose.
+    """What `plan_slay` chose.
 
     Attributes:
         D: size of queries and keys.
@@ -83,7 +83,7 @@ class _Problem(NamedTuple):
 def cosine_histogram(q: np.ndarray, k: np.ndarray, bins: int = 300) -> tuple[float, ...]:
     """Shares of the cosines of all pairs of rows of q [T, D] and k [S, D], in bins of [-1, 1].
 
-    What `plan` calibrates by. Zero rows have cosine 0.
+    What `plan_slay` calibrates by. Zero rows have cosine 0.
     """
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     q, k = (x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-300) for x in (q, k))
@@ -92,14 +92,14 @@ def cosine_histogram(q: np.ndarray, k: np.ndarray, bins: int = 300) -> tuple[flo
 
 
 @functools.lru_cache(maxsize=256)
-def plan(
+def plan_slay(
     D: int,
     num_features: int = 256,
     target_error: float | None = None,
     epsilon: float = 1e-3,
     histogram: tuple[float, ...] | None = None,
 ) -> Plan:
-    """Choose non-negative random features for x^2 / (2 + epsilon - 2x), by their closed-form moments.
+    """Choose non-negative features for x^2 / (2 + epsilon - 2x) by their closed-form moments.
 
     Over weights beta >= 0 of candidates with means mu_j(x) and variances v_j^2 of one feature, and
     over the numbers m_j of features, the expected squared error of a score is minimised,
@@ -252,7 +252,7 @@ def _solve(problem: _Problem, columns: list[_Column], block: _Column | None, M: 
     counts = _counts(candidates, weights * shared, left)
     weights, error = _fit(problem, candidates, np.diag(np.sqrt(variance / counts)))
     blocks = tuple(
-        c.block if c.block.rank else c.block._replace(count=int(n))
+        c.block if c.block.rank else c.block._replace(num_random=int(n))
         for c, n in zip(candidates, counts)
     )
     blocks = tuple(b._replace(weight=float(w)) for b, w in zip(blocks, weights) if w > 0)
@@ -271,15 +271,14 @@ def _merged(
 ) -> list[int]:
     """The candidates to keep: of neighbouring rates the heaviest, of random families `most`."""
     groups: list[list[int]] = []
-    for i in np.flatnonzero(weights):
+    step = 1.1 * _RATES[1] / _RATES[0]
+    for i in np.flatnonzero(weights).tolist():
         block = candidates[i].block
         before = candidates[groups[-1][-1]].block if groups else None
-        if before is not None and before.family == block.family != "quadratic":
-            step = round(math.log(block.s / before.s) / math.log(_RATES[1] / _RATES[0]))
-            if step == 1:
-                groups[-1].append(i)
-                continue
-        groups.append([i])
+        if before is not None and before.family == block.family and block.s < step * before.s:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
     kept = [max(group, key=lambda i: weights[i]) for group in groups]
     random = [i for i in kept if candidates[i].block.family in FAMILIES]
     dropped = set(sorted(random, key=lambda i: -shares[i])[max(most, 0) :])

@@ -14,7 +14,7 @@ _RIDGE = 1e-3  # of the Nystrom kernel matrix, as in the authors' code
 
 
 def project(u: jax.Array, vectors: jax.Array) -> jax.Array:
-    """u [T, D] times the transpose of vectors [M, D], in full float32: [T, M]."""
+    """The products of rows u [T, D] and vectors [M, D], in full float32: [T, M]."""
     return jnp.dot(u, vectors.T, precision=jax.lax.Precision.HIGHEST)
 
 

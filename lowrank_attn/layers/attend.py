@@ -37,7 +37,8 @@ def resolve_normalize(kernel: Kernel, normalize: str | None) -> str:
     """The normaliser of a layer: the caller's, or the one that is safe for the feature map.
 
     Raises:
-        ValueError: if the name is unknown, or given for a method that has its own.
+        ValueError: if the name is unknown, given for a method that has its own, or the plain sum
+            for a map whose scores can be negative.
     """
     if isinstance(kernel, AttentionMethod):
         if normalize is not None:
@@ -45,6 +46,12 @@ def resolve_normalize(kernel: Kernel, normalize: str | None) -> str:
         return "none"
     normalize = kernel.normalize if normalize is None else normalize
     needs_denominator(normalize)
+    if normalize == "sum" and not kernel.non_negative:
+        raise ValueError(
+            "normalize='sum' with a feature map whose scores can be negative: their sum comes "
+            "close to zero, or changes sign, and does not train. Use "
+            f"{kernel.normalize!r}, which is safe for this map, or a map with non-negative scores."
+        )
     return normalize
 
 
