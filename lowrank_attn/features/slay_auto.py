@@ -32,8 +32,8 @@ def slay_auto(
     * `pair`: sqrt(beta / n) sqrt(D (D + 2)) (a_i . u)^2 e_i(u) with unit vectors a_i
     * `pair4`: sqrt(beta / n) sqrt(D (D + 2) (D + 4) (D + 6)) (a_i . u)^4 e_i(u)
     * `hadamard`: sqrt(beta / n) (g_i . u)^2 e_i(u), e_i of the kind `orthogonal` with vectors g_i
-    * `quadratic`: sqrt(beta) times the monomials of `quadratic` in a random rotation of u, if n = 0
-      these alone, else times sqrt(1 / n) e_i(u) for each i, kind `oprf`
+    * `quadratic`: sqrt(beta) times the monomials of `slay_polynomials.quadratic`, of a random
+      rotation of u if they are not all
 
     where a_i, g_i and the vectors of e_i come in orthogonal blocks of D. All scores are >= 0 up to
     the rounding of the monomials (in bfloat16 some come out slightly negative). The length of x
@@ -132,7 +132,4 @@ def block_features(params: Params, block: Block, u: jax.Array) -> jax.Array:
     if block.family in _ANCHOR_POWERS:
         return project(u, params["anchors"]) ** _ANCHOR_POWERS[block.family] * random
     rotated = project(u, params["rotation"]) if "rotation" in params else u
-    monomials = quadratic(rotated, block.rank)
-    if not block.s:
-        return math.sqrt(block.weight) * monomials
-    return (random[:, :, None] * monomials[:, None, :]).reshape(len(u), -1)
+    return math.sqrt(block.weight) * quadratic(rotated, block.rank)

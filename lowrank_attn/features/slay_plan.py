@@ -10,13 +10,11 @@ from scipy.optimize import nnls
 
 from lowrank_attn.features.slay_families import (
     FAMILIES,
-    exponential_moments,
     moments,
     quadratic_moments,
 )
 
 _RATES = np.geomspace(0.02, 6.0, 28)
-_PRODUCT_RATES = np.geomspace(0.08, 1.5, 10)  # of exponentials that multiply a quadratic block
 _LEAST_GAIN = 0.01  # a plan within 1 % of the error of uniform attention does not beat it
 
 
@@ -25,11 +23,10 @@ class Block(NamedTuple):
 
     Attributes:
         family: `const` (one constant feature), a name in `FAMILIES`, or `quadratic`: the monomials
-            of `slay_polynomials.quadratic` after a random rotation (none if the rank is D), times
-            each of `num_random` exponentials if that is not 0.
+            of `slay_polynomials.quadratic` after a random rotation (none if the rank is D).
         s: rate of the exponentials; 0 if there are none.
         weight: > 0, of the family's mean in the kernel.
-        num_random: number of random features.
+        num_random: number of random features, 0 for the other families.
         rank: of the quadratic block, a divisor of D; else 0.
     """
 
@@ -41,7 +38,7 @@ class Block(NamedTuple):
 
     def size(self, D: int) -> int:
         """The number of features."""
-        return max(self.num_random, 1) * (D * (self.rank + 1) // 2 if self.rank else 1)
+        return D * (self.rank + 1) // 2 if self.rank else max(self.num_random, 1)
 
 
 class Plan(NamedTuple):
@@ -109,8 +106,9 @@ def plan_slay(
     whose best m_j ~ beta_j v_j turn the second sum into (sum_j beta_j v_j)^2 / M: one more row of a
     non-negative least squares problem. Candidates are a constant and `FAMILIES` at 28 rates;
     neighbouring rates that come out together are merged, counts rounded and weights refitted. The
-    same is solved beside each block of monomials that fits into M: all of x^2, x^2 within blocks of
-    a rotation, and either of them times as many exponentials as fit. The least error wins.
+    same is solved beside each block of monomials that fits into M, which give all of x^2 or x^2
+    within blocks of a rotation, and the least error wins. (Monomials times exponentials instead of
+    beside them were never better.)
 
     Args:
         D: size of queries and keys, at least 2.
@@ -190,7 +188,7 @@ def _problem(D: int, epsilon: float, histogram: tuple[float, ...] | None) -> _Pr
 
 def _columns(problem: _Problem) -> list[_Column]:
     """The candidates of which every feature costs one, ordered by family and rate."""
-    columns = [_Column(Block("const", 0.0, 1.0, 1), np.ones_like(problem.x), 0.0)]
+    columns = [_Column(Block("const", 0.0, 1.0, 0), np.ones_like(problem.x), 0.0)]
     for family in FAMILIES:
         for s in _RATES.tolist():
             mean, second = moments(family, s, problem.x, problem.D)
@@ -202,18 +200,10 @@ def _columns(problem: _Problem) -> list[_Column]:
 def _quadratic_columns(problem: _Problem, M: int) -> list[_Column]:
     """Every block of monomials that fits into M features, with its variance as a whole."""
     D, found = problem.D, []
-    for rank in (r for r in range(2, D + 1) if D % r == 0):
+    for rank in (r for r in range(2, D + 1) if D % r == 0 and D * (r + 1) // 2 <= M):
         mean, second = quadratic_moments(rank, problem.x, D)
-        count = M // (D * (rank + 1) // 2)
-        if count:
-            variance = max(0.0, float(problem.density @ (second - mean**2)))
-            found.append(_Column(Block("quadratic", 0.0, 1.0, 0, rank), mean, variance))
-        for s in _PRODUCT_RATES.tolist() if count > 1 else ():
-            e_mean, e_second = exponential_moments(s, problem.x, D)
-            product = second * (e_mean**2 + (e_second - e_mean**2) / count)
-            variance = max(0.0, float(problem.density @ (product - (mean * e_mean) ** 2)))
-            block = Block("quadratic", s, 1.0, count, rank)
-            found.append(_Column(block, mean * e_mean, variance))
+        variance = max(0.0, float(problem.density @ (second - mean**2)))
+        found.append(_Column(Block("quadratic", 0.0, 1.0, 0, rank), mean, variance))
     return found
 
 
@@ -252,7 +242,7 @@ def _solve(problem: _Problem, columns: list[_Column], block: _Column | None, M: 
     counts = _counts(candidates, weights * shared, left)
     weights, error = _fit(problem, candidates, np.diag(np.sqrt(variance / counts)))
     blocks = tuple(
-        c.block if c.block.rank else c.block._replace(num_random=int(n))
+        c.block._replace(num_random=int(n)) if c.block.family in FAMILIES else c.block
         for c, n in zip(candidates, counts)
     )
     blocks = tuple(b._replace(weight=float(w)) for b, w in zip(blocks, weights) if w > 0)

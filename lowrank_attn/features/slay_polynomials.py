@@ -25,7 +25,8 @@ class Polynomial(NamedTuple):
       1 + 2 x^2 instead: features without negative products cannot have the mean x^2 unless there
       are D (D + 1) / 2 of them.
     * `exact`: all monomials of degree two, no estimate.
-    * `nystrom`: K_uA (K_AA + 1e-3 I)^(-1/2) with K = (. , .)^2 and unit anchors.
+    * `nystrom`: K_uA (K_AA + 1e-3 I)^(-1/2) with K = (. , .)^2 and unit anchors,
+      independent ones always.
     * `tensorsketch`: the circular convolution of two count sketches of u; see `tensor_sketch`.
     * `random_maclaurin`: (l_i . u) (r_i . u) with Gaussian l_i and r_i.
 
@@ -137,7 +138,8 @@ def whiten(anchors: jax.Array) -> jax.Array:
 
 
 def _nystrom(key: jax.Array, D: int, A: int, H: int, orthogonal: bool) -> Params:
-    anchors = draw_directions(key, (H, A, D), orthogonal)
+    del orthogonal  # K of orthogonal anchors is the identity: nothing to invert, mere anchors
+    anchors = draw_directions(key, (H, A, D), False)
     return {"anchors": anchors, "whitening": whiten(anchors)}
 
 
