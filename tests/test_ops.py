@@ -11,7 +11,6 @@ from conftest import assert_close, normal
 
 from lowrank_attn import ops
 from lowrank_attn.features import llops, unit_length
-from lowrank_attn.ops import api
 
 B, T, H, D, P, M = 2, 37, 2, 6, 5, 24
 MAP = llops(3, M)

@@ -8,6 +8,9 @@ from lowrank_attn.features.elu import elu as elu
 from lowrank_attn.features.llops import llops as llops
 from lowrank_attn.features.slay import slay as slay
 from lowrank_attn.features.slay import slay_paper as slay_paper
+from lowrank_attn.features.slay_auto import slay_auto as slay_auto
+from lowrank_attn.features.slay_plan import cosine_histogram as cosine_histogram
+from lowrank_attn.features.slay_plan import plan_slay as plan_slay
 from lowrank_attn.features.statistics import active_features as active_features
 from lowrank_attn.features.statistics import effective_rank as effective_rank
 from lowrank_attn.features.taylor import taylor as taylor
@@ -18,6 +21,7 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "llops_paper": functools.partial(llops, constants=False, tied=False),
     "slay": slay,
     "slay_paper": slay_paper,
+    "slay_auto": slay_auto,
     "taylor": taylor,
     "elu": elu,
 }

@@ -83,22 +83,28 @@ def resolve_normalize(kernel: Kernel, normalize: str | None, rule: str = "additi
     """The normaliser of a layer: the caller's, or the one that is safe for map and rule.
 
     Raises:
-        ValueError: if the name is unknown, given for a method that has its own, or that of a sum
-            with a rule that has none.
+        ValueError: if the name is unknown, given for a method that has its own, the plain sum for a
+            map whose scores can be negative, or that of a sum with a rule that has none.
     """
     if isinstance(kernel, AttentionMethod):
         if normalize is not None:
             raise ValueError(f"normalize={normalize!r}, but this kernel normalises by itself.")
         return "none"
     wanted = kernel.normalize if normalize is None else normalize
-    if not needs_denominator(wanted) or RULES[rule].sums:
-        return wanted
-    if normalize is not None:
+    if needs_denominator(wanted) and not RULES[rule].sums:
+        if normalize is None:
+            return "rms"
         raise ValueError(
             f"normalize={normalize!r} with rule={rule!r}, which weights values with both signs; "
             "use 'rms' or 'none'."
         )
-    return "rms"
+    if wanted == "sum" and not kernel.non_negative:
+        raise ValueError(
+            "normalize='sum' with a feature map whose scores can be negative: their sum comes "
+            "close to zero, or changes sign, and does not train. Use "
+            f"{kernel.normalize!r}, which is safe for this map, or a map with non-negative scores."
+        )
+    return wanted
 
 
 def head_sizes(

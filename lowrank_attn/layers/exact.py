@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.features.slay import unit_rows
+from lowrank_attn.features.unit_rows import unit_rows
 from lowrank_attn.layers.base import AttentionMethod, Params
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
 
