@@ -180,7 +180,7 @@ def _check_init(init, p, M, rank, constants, squared):
         raise ValueError(
             "init='based' with squared=True: non-negative terms cannot sum to (q . k)^2, which is "
             "0 for orthogonal q and k. Use init='based' without squared, whose scores are at least "
-            "1/2 at the start, or init='polysketch' for scores that are squares."
+            "1/2 at the start, or init='polysketch', where they are squares."
         )
     if init == "based" and (p < 2 or not constants):
         raise ValueError(
