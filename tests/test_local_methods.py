@@ -96,8 +96,13 @@ def test_what_a_convolution_cannot_do_is_refused(make):
 
     def call(v=v, q=q, k=k, grid_width=None, **options):
         method = make(grid_width=grid_width)
-        params = method.init(jax.random.key(0), D, H)[0]
-        method.apply(params, q, k, v, **({"causal": False} | options))
+        options = {"causal": False} | options
+
+        def attend():
+            params = method.init(jax.random.key(0), D, H)[0]
+            return method.apply(params, q, k, v, **options)
+
+        jax.eval_shape(attend)
 
     with pytest.raises(ValueError, match="v has head size 2, expected 4 as in q and k"):
         call(v=v[..., :2])

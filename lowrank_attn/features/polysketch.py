@@ -138,7 +138,7 @@ def polysketch_learned(
     r = sketch_size
 
     def init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
-        params = {}
+        params: dict[str, jax.Array] = {}
         for level, level_key in enumerate(jax.random.split(key, num_levels), start=1):
             up_key, down_key = jax.random.split(level_key)
             size, hidden = D if level == 1 else r, expansion * r
