@@ -20,6 +20,8 @@ VANISHING = {"slay", "slay_paper"}
 GROWING = {"taylor", "elu"}
 # Factors of the product whose matrix products take bfloat16 operands.
 FACTORS = {"llops": 4, "llops_paper": 4}
+# Maps whose parameters begin with fixed numbers.
+NOT_DRAWN = {"hedgehog", "focused"}
 T, D, H = 12, 16, 2
 
 maps = pytest.mark.parametrize("name", FEATURE_MAPS)
@@ -170,6 +172,6 @@ def test_draws_follow_the_key(name):
     for key, leaf in params.items():
         np.testing.assert_array_equal(leaf, again[key])
     drawn = [leaf for key, leaf in params.items() if np.any(leaf != other[key])]
-    assert drawn
+    assert bool(drawn) == (name not in NOT_DRAWN)
     for leaf in drawn:
         assert np.any(leaf[0] != leaf[1])

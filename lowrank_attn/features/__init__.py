@@ -5,7 +5,12 @@ from collections.abc import Callable
 
 from lowrank_attn.features.base import FeatureMap as FeatureMap
 from lowrank_attn.features.elu import elu as elu
+from lowrank_attn.features.focused import focused as focused
+from lowrank_attn.features.hedgehog import hedgehog as hedgehog
 from lowrank_attn.features.llops import llops as llops
+from lowrank_attn.features.mlp import mlp as mlp
+from lowrank_attn.features.polysketch import polysketch as polysketch
+from lowrank_attn.features.polysketch import polysketch_learned as polysketch_learned
 from lowrank_attn.features.slay import slay as slay
 from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.slay_auto import slay_auto as slay_auto
@@ -23,5 +28,10 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "slay_paper": slay_paper,
     "slay_auto": slay_auto,
     "taylor": taylor,
+    "polysketch": polysketch,
+    "polysketch_learned": polysketch_learned,
+    "hedgehog": hedgehog,
+    "mlp": mlp,
+    "focused": focused,
     "elu": elu,
 }

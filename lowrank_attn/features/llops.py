@@ -1,18 +1,25 @@
 """LLoPS: the learnable low-rank polynomial sketch."""
 
 import functools
+import math
 import operator
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from lowrank_attn.features import llops_embeddings as embeddings
 from lowrank_attn.features.base import FeatureMap, ProductForm
+from lowrank_attn.features.numerics import rms_norm
+
+Init = Literal["random", "based", "power", "polysketch"]
 
 
 def llops(
     num_factors: int = 4,
-    num_features: int = 256,
+    num_features: int | None = None,
     *,
+    init: Init = "random",
     rank: int = 1,
     constants: bool = True,
     tied: bool = True,
@@ -36,17 +43,26 @@ def llops(
 
     Trainable leaves, with G = 1 if tied else 2 (queries first, then keys):
 
-    * `W` [H, G, p, t, D, M], initialised N(0, 1)
-    * `b` [H, G, p, t, M], initialised 1; only with constants
+    * `W` [H, G, p, t, D, M], initialised N(0, 1) by default
+    * `b` [H, G, p, t, M], initialised 1 by default; only with constants
     * `lambda` [H, G, t, M], initialised 1 / t with constants, 1 / sqrt(t) without; only for t > 1
     * `gain` [H, 2, D], initialised 1, one for queries and one for keys; only with qk_norm
+
+    Other values of `init` begin with a known map of x_hat (see `llops_embeddings`), exactly:
+
+    * `based`: the Taylor features of BASED, symmetric, or all D^2 + D + 1 of them if num_features
+      says so. More features than that need untied parameters: the additional scores are then zero,
+      by one factor of the queries, and can grow. Tied ones would have gradient zero.
+    * `power`: (x_hat w_m)^p, w_m ~ N(0, I / D)
+    * `polysketch`: random PolySketchFormer of x_hat / D^(1/4), p = 4, num_features a square
 
     lambda_r stands once in each product. The paper's review writes it into all p factors, which
     would make it lambda_r^p.
 
     Args:
         num_factors: p, 1 to 8, the degree of the polynomial (2p if squared).
-        num_features: M.
+        num_features: M; None takes 256, or the columns of BASED with that `init`.
+        init: what the parameters begin with: `random`, `based`, `power`, `polysketch`.
         rank: t, the number of products that are summed into one feature.
         constants: whether factors carry the learnable constants b_j.
         tied: whether queries and keys share W, b and lambda.
@@ -56,31 +72,51 @@ def llops(
         qk_norm: whether x is RMS-normalised (epsilon 1e-6) over D first.
 
     Raises:
-        ValueError: if a size is out of its range.
+        ValueError: if a size is out of its range, or `init` does not fit the other arguments (the
+            squared map cannot be BASED: terms that are all >= 0 and sum to (q . k)^2 all vanish
+            where q is orthogonal to k, and so everywhere); for `based` from the map's `init` if
+            num_features does not fit D.
 
     Source: LLoPS, the theorem after equation 8 (rank t) and the t = 1 form that follows it;
     constants, tying, scale and norms are ours.
     """
     for name, value, most in (
         ("num_factors", num_factors, 8),
-        ("num_features", num_features, None),
+        ("num_features", 1 if num_features is None else num_features, None),
         ("rank", rank, None),
     ):
         if value < 1 or (most and value > most):
             limits = f"1 to {most}" if most else "at least 1"
             raise ValueError(f"{name}={value}, expected {limits}.")
-    p, M, t = num_factors, num_features, rank
+    if num_features is None and init != "based":
+        num_features = 256
+    _check_init(init, num_factors, num_features, rank, constants, squared)
+    p, t = num_factors, rank
     G = 1 if tied else 2
     if scale is None:
         scale = 0.25 if squared else 0.5 if constants and p > 2 else 1.0
 
-    def init(key, D, H):
-        params = {"W": jax.random.normal(key, (H, G, p, t, D, M), jnp.float32)}
+    def num_columns(D):
+        return embeddings.based_size(D) if num_features is None else num_features
+
+    def each(M):  # M^(-1/2), spread over the factors
+        return M ** (-0.25 / p if squared else -0.5 / p)
+
+    def init_params(key, D, H):
+        M = num_columns(D)
+        if init == "random":
+            params = {"W": jax.random.normal(key, (H, G, p, t, D, M), jnp.float32)}
+            b = jnp.ones((H, G, p, t, M), jnp.float32)
+        else:
+            embed = functools.partial(_embed, init=init, p=p, M=M, D=D, G=G)
+            Theta, b = jax.vmap(embed)(jax.random.split(key, H))
+            params = {"W": Theta[:, :, :, None] * (math.sqrt(D) / (scale * each(M)))}
+            b = b[:, :, :, None] / each(M)
         if constants:
-            params["b"] = jnp.ones((H, G, p, t, M), jnp.float32)
+            params["b"] = b
         if t > 1:
-            each = 1 / t if constants else t**-0.5
-            params["lambda"] = jnp.full((H, G, t, M), each, jnp.float32)
+            first = 1 / t if constants else t**-0.5
+            params["lambda"] = jnp.full((H, G, t, M), first, jnp.float32)
         if qk_norm:
             params["gain"] = jnp.ones((H, 2, D), jnp.float32)
         return params, {}
@@ -89,7 +125,7 @@ def llops(
         side = 0 if tied or is_query else 1
         multiplier = scale * x.shape[-1] ** -0.5
         gain = params["gain"][0 if is_query else 1] if qk_norm else 1.0
-        x_hat = _rms_norm(x) if qk_norm else x.astype(jnp.float32)
+        x_hat = rms_norm(x) if qk_norm else x.astype(jnp.float32)
         x_hat = (x_hat * (gain * multiplier)).astype(x.dtype)
 
         def factor(j, r):  # two-dimensional products only, so that this runs in a Pallas TPU block
@@ -110,21 +146,21 @@ def llops(
         phi = functools.reduce(operator.add, [product(r) for r in range(t)])
         if squared:
             phi = jnp.square(phi)
-        return (M**-0.5 * phi).astype(x.dtype)
+        return (phi.shape[-1] ** -0.5 * phi).astype(x.dtype)
 
     def factors(params, *, is_query):
         side = 0 if tied or is_query else 1
-        each = M ** (-0.25 / p if squared else -0.5 / p)  # M^(-1/2), spread over the factors
         W = params["W"][side, :, 0]
-        Theta = (each * scale * W.shape[1] ** -0.5) * W
+        _, D, M = W.shape
+        Theta = (each(M) * scale * D**-0.5) * W
         if qk_norm:
             Theta = Theta * params["gain"][0 if is_query else 1][:, None]
-        b = each * params["b"][side, :, 0] if constants else jnp.zeros((p, M), jnp.float32)
+        b = each(M) * params["b"][side, :, 0] if constants else jnp.zeros((p, M), jnp.float32)
         return Theta, b
 
     return FeatureMap(
-        dim=lambda D: M,
-        init=init,
+        dim=num_columns,
+        init=init_params,
         apply=apply,
         non_negative=squared,
         normalize="sum" if squared else "rms",
@@ -132,15 +168,59 @@ def llops(
     )
 
 
-def _rms_norm(x: jax.Array) -> jax.Array:
-    """Compute x / sqrt(mean(x^2) + 1e-6) over the last axis, in float32, for any finite x.
+def _check_init(init, p, M, rank, constants, squared):
+    """Refuse values of `init` that cannot be represented by the other arguments."""
+    if init not in get_args(Init):
+        raise ValueError(f"init={init!r} is unknown; known: {', '.join(get_args(Init))}.")
+    if init == "random":
+        return
+    if rank != 1:
+        raise ValueError(f"rank={rank} with init={init!r}, expected 1: it is a single product.")
+    if init == "based" and squared:
+        raise ValueError(
+            "init='based' with squared=True: non-negative terms cannot sum to (q . k)^2, which is "
+            "0 for orthogonal q and k. Use init='based' without squared, whose scores are at least "
+            "1/2 at the start, or init='polysketch', where they are squares."
+        )
+    if init == "based" and (p < 2 or not constants):
+        raise ValueError(
+            f"init='based' with num_factors={p}, constants={constants}: expected at least 2 and "
+            "True, for terms of degree 0, 1 and 2."
+        )
+    if init == "polysketch" and (p != 4 or math.isqrt(M) ** 2 != M):
+        raise ValueError(
+            f"init='polysketch' with num_factors={p}, num_features={M}: expected 4 factors and a "
+            "square number of features, such as 256."
+        )
 
-    Rows are divided by their largest magnitude first (if it is above 1), so that squares cannot
-    overflow; the result does not depend on that divisor, which therefore carries no gradient.
-    """
-    x = x.astype(jnp.float32)
-    size = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1.0))
-    shrink = 1.0 / size
-    x = x * shrink
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + 1e-6 * jnp.square(shrink))
+
+def _embed(key, *, init, p, M, D, G):
+    """Draw Theta [G, p, D, M] and b [G, p, M] of one head for queries and keys."""
+    if init == "power":
+        product = embeddings.power(D**-0.5 * jax.random.normal(key, (D, M)), p)
+    elif init == "polysketch":
+        draws = jax.random.normal(key, (2, D, math.isqrt(M)))
+        product = embeddings.polysketch(D**-0.25 * draws)
+    else:
+        full = embeddings.based_size(D, symmetric=False)
+        product = embeddings.based(D, p, symmetric=full > M)
+        return _with_spare_columns(key, product, M, G)
+    return tuple(jnp.broadcast_to(leaf, (G, *leaf.shape)) for leaf in product)
+
+
+def _with_spare_columns(key, product, M, G):
+    """Append columns whose scores are zero and whose gradients are not, up to M."""
+    p, D, used = product.Theta.shape
+    spare = M - used
+    if spare < 0 or (spare and G == 1):
+        full = embeddings.based_size(D, symmetric=False)
+        raise ValueError(
+            f"num_features={M} with init='based' and D={D}: expected {embeddings.based_size(D)} "
+            f"(None takes it) or {full}, or with tied=False any number from "
+            f"{embeddings.based_size(D)} on. A smaller qk_dim needs fewer."
+        )
+    Theta = D**-0.5 * jax.random.normal(key, (G, p, D, spare))
+    b = jnp.ones((G, p, spare))
+    Theta, b = (leaf.at[0, 0].set(0.0) for leaf in (Theta, b))  # the queries' first factor
+    old = (jnp.broadcast_to(leaf, (G, *leaf.shape)) for leaf in product)
+    return tuple(jnp.concatenate(both, axis=-1) for both in zip(old, (Theta, b)))

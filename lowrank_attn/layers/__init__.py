@@ -8,12 +8,18 @@ from collections.abc import Callable
 
 from lowrank_attn.layers.base import AttentionMethod as AttentionMethod
 from lowrank_attn.layers.exact import poly, softmax, yat, yat_spherical
+from lowrank_attn.layers.flatten import flatten
 from lowrank_attn.layers.gates import GATINGS as GATINGS
 from lowrank_attn.layers.gates import Gating as Gating
+from lowrank_attn.layers.polaformer import polaformer
+from lowrank_attn.layers.polysketch_mixed import polysketch_mixed
 
 ATTENTION: dict[str, Callable[..., AttentionMethod]] = {
     "softmax": softmax,
     "poly": poly,
     "yat": yat,
     "yat_spherical": yat_spherical,
+    "polysketch_mixed": polysketch_mixed,
+    "flatten": flatten,
+    "polaformer": polaformer,
 }
