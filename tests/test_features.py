@@ -15,7 +15,7 @@ from lowrank_attn.features import FEATURE_MAPS
 # Maps that see the direction of x only; the others may depend on its norm.
 DIRECTIONAL = {"slay", "slay_paper"}
 # Maps whose features grow with x without bound are tried up to 1e4 only.
-GROWING = {"taylor", "elu"}
+GROWING = {"taylor", "elu", "relu", "cosformer", "favor_relu"}
 # Factors of the product whose matrix products take bfloat16 operands.
 FACTORS = {"llops": 4, "llops_paper": 4}
 T, D, H = 12, 16, 2

@@ -4,8 +4,12 @@ import functools
 from collections.abc import Callable
 
 from lowrank_attn.features.base import FeatureMap as FeatureMap
+from lowrank_attn.features.cosformer import cosformer as cosformer
 from lowrank_attn.features.elu import elu as elu
+from lowrank_attn.features.favor import favor as favor
+from lowrank_attn.features.favor import favor_relu as favor_relu
 from lowrank_attn.features.llops import llops as llops
+from lowrank_attn.features.relu import relu as relu
 from lowrank_attn.features.slay import slay as slay
 from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.statistics import active_features as active_features
@@ -19,4 +23,8 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "slay_paper": slay_paper,
     "taylor": taylor,
     "elu": elu,
+    "relu": relu,
+    "cosformer": cosformer,
+    "favor": favor,
+    "favor_relu": favor_relu,
 }
