@@ -21,10 +21,10 @@ def favor(num_features: int = 256, epsilon: float = 1e-6) -> FeatureMap:
     most |w_i|^2 / 2, and c = max(0, max_i |w_i|^2 / 2 - 60), a number of the draw, which is 0 up to
     about D = 64, keeps features and their sums finite in float32 and bfloat16; not in float16.
 
-    Row t depends on row t only, so causal outputs never see the future. Public code subtracts from
-    the exponents of keys their maximum over the whole sequence before it adds epsilon: with the
-    same draws it agrees with this map only as far as epsilon is negligible, and its causal outputs
-    depend on later keys.
+    Row t depends on row t only, so causal outputs never see the future. Public code subtracts
+    |q'|^2 / 2 for queries too, and from all keys the maximum of w_i . k' over the whole sequence,
+    before it adds epsilon: with the same draws it agrees with this map as far as epsilon is
+    negligible, and its causal outputs depend on later keys.
 
     Args:
         num_features: M >= 1.

@@ -94,11 +94,12 @@ def attend(
 
     Raises:
         ValueError: if an attention method is given a state; it has none.
+        NotImplementedError: if it cannot keep packed documents apart.
     """
     if isinstance(kernel, AttentionMethod):
         if initial_state is not None:
             raise ValueError("initial_state is given, but this kernel keeps no state.")
-        y = kernel.apply(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
+        y = kernel(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
         return y, None
     op = ops.causal if causal else ops.bidirectional
     y, state = op(

@@ -6,6 +6,7 @@ from flax import nnx
 
 from lowrank_attn import ops
 from lowrank_attn.features import FeatureMap
+from lowrank_attn.layers import AttentionMethod
 from lowrank_attn.layers.attend import (
     Kernel,
     attend,
@@ -42,7 +43,8 @@ class Attend(nnx.Module):
         rngs: key stream `params`.
 
     Raises:
-        ValueError: for unknown names and options, or heads that do not divide.
+        ValueError: for unknown names and options, heads that do not divide, or a kernel without a
+            causal form in a causal layer.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Attend(nnx.Module):
                 f"num_heads={num_heads}, expected a multiple of num_kv_heads={num_kv_heads}."
             )
         self.kernel = make_kernel(kernel, options)
+        if isinstance(self.kernel, AttentionMethod):
+            self.kernel.check_causal(causal)
         self.normalize = resolve_normalize(self.kernel, normalize)
         self.causal = causal
         self.chunk_size = chunk_size
