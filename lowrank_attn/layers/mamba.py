@@ -132,8 +132,8 @@ def _convolve(x, filters, segment):
 def _selective_scan(u, dt, A, b, c, begins):
     """Outputs c_t . h_t [B, T, H, P] of the recurrence of `mamba`.
 
-    A scan over chunks, each an associative scan over its tokens, recomputed for gradients: only the
-    states between chunks are kept.
+    A scan over chunks, recomputed for gradients, so that only the states between chunks are kept.
+    Inside a chunk runs of tokens are joined with the runs before them, doubling their length.
     """
     B, T, H, P = u.shape
     C = min(_CHUNK, T)
@@ -143,18 +143,20 @@ def _selective_scan(u, dt, A, b, c, begins):
         x = jnp.pad(x, [(0, 0), (0, N * C - T)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(B, N, C, *x.shape[2:]), 1, 0)
 
-    def join(first, second):
-        return first[0] * second[0], second[0] * first[1] + second[1]
-
     @jax.checkpoint
     def chunk(h, xs):
         u, dt, b, c, begins = xs
         decay = jnp.exp(dt[..., None] * A)  # [B, C, H, P, N]
         decay = jnp.where(begins[..., None, None, None], 0, decay)
-        new = (dt * u)[..., None] * b[:, :, None, None]
-        total, h_new = jax.lax.associative_scan(join, (decay, new), axis=1)
-        h_all = total * h[:, None] + h_new
-        return h_all[:, -1], jnp.sum(h_all * c[:, :, None, None], axis=-1)
+        states = (dt * u)[..., None] * b[:, :, None, None]
+        run = 1
+        while run < C:  # decay and states are those of the last `run` tokens, or of all
+            before = ((0, 0), (run, 0), (0, 0), (0, 0), (0, 0))
+            states = states + decay * jnp.pad(states[:, :-run], before)
+            decay = decay * jnp.pad(decay[:, :-run], before, constant_values=1)
+            run *= 2
+        states = states + decay * h[:, None]
+        return states[:, -1], jnp.sum(states * c[:, :, None, None], axis=-1)
 
     h = jnp.zeros((B, *A.shape), jnp.float32)
     _, y = jax.lax.scan(chunk, h, tuple(cut(x) for x in (u, dt, b, c, begins)))

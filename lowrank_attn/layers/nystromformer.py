@@ -67,7 +67,8 @@ def nystromformer(
         segment, counts = _segments(real, num_landmarks)
         dtype, precision = v.dtype, precision_for(q, k, v)
         v = jnp.where(real[:, :, None, None], v, 0)
-        q, k, v = grouped_heads(q * D**-0.25, k * D**-0.25, v)
+        q, k, v = grouped_heads(q, k, v)
+        q, k = q * D**-0.25, k * D**-0.25
 
         with jax.default_matmul_precision(precision.name.lower()):
             member = (segment[..., None] == jnp.arange(num_landmarks)) & real[..., None]

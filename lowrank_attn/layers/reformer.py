@@ -113,8 +113,10 @@ def reformer(num_hashes: int = 4, num_buckets: int = 32, chunk_size: int = 64) -
         @jax.checkpoint
         def attention(x, values):
             query = chunks(x)
-            square = jnp.mean(jnp.square(query.astype(jnp.float32)), axis=-1, keepdims=True)
-            keys = with_previous(query * (jax.lax.rsqrt(square + 1e-6) * D**-0.5).astype(x.dtype))
+            keys = query.astype(jnp.float32)
+            square = jnp.mean(jnp.square(keys), axis=-1, keepdims=True)
+            keys = keys * (jax.lax.rsqrt(square + 1e-6) * D**-0.5)
+            keys = with_previous(keys.astype(x.dtype))
             scores = jnp.einsum(
                 "bhncd,bhnkd->bhnck",
                 query,

@@ -60,7 +60,8 @@ def skyformer(
         real = jnp.ones((B, T), bool) if mask is None else mask.astype(bool)
         dtype, precision = v.dtype, precision_for(q, k, v)
         v = jnp.where(real[:, :, None, None], v, 0)
-        q, k, v = grouped_heads(q * D**-0.25, k * D**-0.25, v)
+        q, k, v = grouped_heads(q, k, v)
+        q, k = q * D**-0.25, k * D**-0.25
 
         # The tokens of the draw, [B, H, 1, N, 1]: real ones come first in `order`.
         order = jnp.argsort(~real, axis=1, stable=True)
