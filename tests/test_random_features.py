@@ -143,18 +143,6 @@ def test_the_kernel_by_a_loop(feature_map):
     assert np.min(phi_x @ phi_y.T) >= 0
 
 
-def test_cosformer_decodes_as_it_reads():
-    features = cosformer(horizon=30)
-    q, k, v = (normal(i, 2, 9, 2, 4) for i in range(3))
-    y, state = ops.causal(q, k, v, features=features, normalize="sum")
-    _, before = ops.causal(q[:, :8], k[:, :8], v[:, :8], features=features, normalize="sum")
-    last, after = ops.decode_step(
-        q[:, 8], k[:, 8], v[:, 8], before, features=features, normalize="sum",
-        positions=jnp.array([8, 8]),
-    )  # fmt: skip
-    assert_close((last, after), (y[:, 8], state))
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
