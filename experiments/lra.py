@@ -38,7 +38,7 @@ NOT_DECAYED = (
 def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
     """The encoder that the settings describe."""
     qk_dim = config.qk_dim
-    if qk_dim is None and config.kernel == "taylor":
+    if qk_dim is None and config.kernel in ("taylor", "window_linear"):
         qk_dim = 16
     return Encoder(
         len(task.vocabulary),

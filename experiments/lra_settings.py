@@ -35,8 +35,9 @@ class Config(LoopSettings):
     width: int = setting(64, "size of the residual stream, E", group="model")
     num_heads: int = setting(2, "heads, H", group="model")
     qk_dim: int | None = setting(
-        None, "head size of queries and keys, D; default: 16 for taylor, else E / H", group="model"
-    )
+        None, "head size of queries and keys, D; default: 16 for taylor features, else E / H",
+        group="model",
+    )  # fmt: skip
     mlp_width: int = setting(128, "hidden size of the MLPs", group="model")
     head_width: int | None = setting(
         None, "hidden size of the classifier; default: linear", group="model"

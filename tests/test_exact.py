@@ -52,7 +52,7 @@ def run(name, q, k, v, **arguments):
     arguments = {key: jnp.asarray(value) for key, value in arguments.items() if key != "causal"} | {
         "causal": arguments["causal"]
     }
-    return METHODS[name].apply({}, q, k, v, **arguments)
+    return METHODS[name]({}, q, k, v, **arguments)
 
 
 def sees(b, t, s, causal, mask=None, segment_ids=None):
@@ -146,7 +146,7 @@ def test_no_visible_key_gives_zero(name):
     mask = jnp.asarray([[False] * T, [False] * 4 + [True] * (T - 4)])
 
     def attention(q, k, v):
-        return METHODS[name].apply({}, q, k, v, causal=True, mask=mask)
+        return METHODS[name]({}, q, k, v, causal=True, mask=mask)
 
     y, vjp = jax.vjp(attention, q, k, v)
     blind = np.array([[True] * T, [True] * 4 + [False] * (T - 4)])
@@ -189,7 +189,7 @@ def test_golden_scores(file, method):
     q, k = (jnp.asarray(golden[key], jnp.float32) for key in "qk")
     S = k.shape[1]
     v = jnp.broadcast_to(jnp.eye(S)[:, None], (*k.shape[:3], S))
-    scores = method(epsilon=1e-3, normalize="none").apply({}, q, k, v, causal=True)
+    scores = method(epsilon=1e-3, normalize="none")({}, q, k, v, causal=True)
     expected = np.swapaxes(golden["scores"], 1, 2)
     assert np.max(np.abs(scores - expected)) <= 1e-6 * np.max(expected)
 
@@ -199,7 +199,7 @@ def test_golden_yat_spherical():
     q, k, v, w = (jnp.asarray(golden[key], jnp.float32) for key in "qkvw")
 
     def attention(q, k, v):
-        return yat_spherical(epsilon=1e-3, delta=1e-6).apply({}, q, k, v, causal=True)
+        return yat_spherical(epsilon=1e-3, delta=1e-6)({}, q, k, v, causal=True)
 
     y, vjp = jax.vjp(attention, q, k, v)
     assert np.max(np.abs(y - golden["y"])) <= 1e-6 * np.max(np.abs(golden["y"]))
@@ -217,7 +217,7 @@ def test_yat_spherical_at_the_pole(dtype):
     q = inputs(dtype)[1]
     eye = jnp.broadcast_to(jnp.eye(T)[:, None], (B, T, H, T))
     method = yat_spherical(epsilon=1e-3, normalize="none")
-    scores = np.asarray(method.apply({}, q, 4 * q, eye, causal=False))
+    scores = np.asarray(method({}, q, 4 * q, eye, causal=False))
     assert np.all(scores >= 0)
     np.testing.assert_allclose(np.einsum("bthT,tT->bth", scores, np.eye(T)), 1000.0, rtol=6e-4)
 
@@ -228,7 +228,7 @@ def test_shape_errors(name):
 
     def fails(message, q, k, v, **arguments):
         with pytest.raises(ValueError, match=message):
-            METHODS[name].apply({}, q, k, v, **({"causal": True} | arguments))
+            METHODS[name]({}, q, k, v, **({"causal": True} | arguments))
 
     fails("q has 3 heads, expected a multiple of the 2 heads", q[:, :, :3], k, v)
     fails("k has shape", q, k[..., :-1], v)

@@ -17,7 +17,7 @@ DIRECTIONAL = {"slay", "slay_paper", "slay_auto"}
 # Maps under which zero vectors vanish.
 VANISHING = {"slay", "slay_paper"}
 # Maps whose features grow with x without bound are tried up to 1e4 only.
-GROWING = {"taylor", "elu"}
+GROWING = {"taylor", "elu", "relu", "cosformer", "favor_relu"}
 # Factors of the product whose matrix products take bfloat16 operands.
 FACTORS = {"llops": 4, "llops_paper": 4}
 # Maps whose parameters begin with fixed numbers.

@@ -141,6 +141,10 @@ def test_what_linear_attention_cannot_do_is_refused(flavour):
         ({"normalize": "max"}, "normalize='max' is unknown"),
         ({"kernel": "softmax", "normalize": "sum"}, "normalize='sum', but this kernel"),
         ({"normalize": "sum"}, "normalize='sum' with a feature map whose scores can be negative"),
+        (
+            {"kernel": "linformer", "causal": True},
+            "causal=True, but this kernel has no causal form",
+        ),
         ({"num_kv_heads": 3}, "num_heads=4, expected a multiple of num_kv_heads=3"),
         ({"rule": "momentum", "causal": True}, "rule='momentum' is unknown; known: additive"),
         ({"rule": "delta"}, "rule='delta' with causal=False: .* order of the tokens"),

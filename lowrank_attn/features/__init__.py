@@ -4,13 +4,17 @@ import functools
 from collections.abc import Callable
 
 from lowrank_attn.features.base import FeatureMap as FeatureMap
+from lowrank_attn.features.cosformer import cosformer as cosformer
 from lowrank_attn.features.elu import elu as elu
+from lowrank_attn.features.favor import favor as favor
+from lowrank_attn.features.favor import favor_relu as favor_relu
 from lowrank_attn.features.focused import focused as focused
 from lowrank_attn.features.hedgehog import hedgehog as hedgehog
 from lowrank_attn.features.llops import llops as llops
 from lowrank_attn.features.mlp import mlp as mlp
 from lowrank_attn.features.polysketch import polysketch as polysketch
 from lowrank_attn.features.polysketch import polysketch_learned as polysketch_learned
+from lowrank_attn.features.relu import relu as relu
 from lowrank_attn.features.slay import slay as slay
 from lowrank_attn.features.slay import slay_paper as slay_paper
 from lowrank_attn.features.slay_auto import slay_auto as slay_auto
@@ -34,4 +38,8 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "mlp": mlp,
     "focused": focused,
     "elu": elu,
+    "relu": relu,
+    "cosformer": cosformer,
+    "favor": favor,
+    "favor_relu": favor_relu,
 }

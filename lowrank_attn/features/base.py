@@ -81,7 +81,7 @@ class FeatureMap(NamedTuple):
             x: queries or keys; Hx must be a multiple of H, and consecutive groups of Hx / H heads
                 share the parameters of one head (grouped queries).
             is_query: whether x are queries.
-            positions: integer positions [T] or [B, T], for maps that depend on them.
+            positions: integer positions [T] or [B, T], for maps that depend on them; None: 0..T-1.
 
         Raises:
             ValueError: if Hx is not a multiple of H.
@@ -95,9 +95,9 @@ class FeatureMap(NamedTuple):
         # Rows are independent: all rows of one head become one matrix, [H, B * T * G, D].
         G = Hx // H
         rows = jnp.moveaxis(x.reshape(B, T, H, G, D), 2, 0).reshape(H, B * T * G, D)
-        if positions is not None:
-            positions = jnp.broadcast_to(positions, (B, T))
-            positions = jnp.broadcast_to(positions[:, :, None], (B, T, G)).reshape(-1)
+        positions = jnp.arange(T) if positions is None else positions
+        positions = jnp.broadcast_to(positions, (B, T))
+        positions = jnp.broadcast_to(positions[:, :, None], (B, T, G)).reshape(-1)
 
         def one_head(head_params, rows):
             return self.apply(head_params, rows, is_query=is_query, positions=positions)

@@ -11,8 +11,15 @@ from lowrank_attn.layers.exact import poly, softmax, yat, yat_spherical
 from lowrank_attn.layers.flatten import flatten
 from lowrank_attn.layers.gates import GATINGS as GATINGS
 from lowrank_attn.layers.gates import Gating as Gating
+from lowrank_attn.layers.linformer import linformer
+from lowrank_attn.layers.mamba import mamba
+from lowrank_attn.layers.nystromformer import nystromformer
 from lowrank_attn.layers.polaformer import polaformer
 from lowrank_attn.layers.polysketch_mixed import polysketch_mixed
+from lowrank_attn.layers.reformer import reformer
+from lowrank_attn.layers.skyformer import skyformer
+from lowrank_attn.layers.sliding_window import sliding_window
+from lowrank_attn.layers.window_linear import window_linear
 
 ATTENTION: dict[str, Callable[..., AttentionMethod]] = {
     "softmax": softmax,
@@ -22,4 +29,11 @@ ATTENTION: dict[str, Callable[..., AttentionMethod]] = {
     "polysketch_mixed": polysketch_mixed,
     "flatten": flatten,
     "polaformer": polaformer,
+    "sliding_window": sliding_window,
+    "window_linear": window_linear,
+    "nystromformer": nystromformer,
+    "skyformer": skyformer,
+    "linformer": linformer,
+    "reformer": reformer,
+    "mamba": mamba,
 }

@@ -156,11 +156,12 @@ def attend(
     Raises:
         ValueError: if an attention method is given a state, which it has not, or a rule that
             depends on the order of tokens is not causal.
+        NotImplementedError: if an attention method cannot keep packed documents apart.
     """
     if isinstance(kernel, AttentionMethod):
         if initial_state is not None:
             raise ValueError("initial_state is given, but this kernel keeps no state.")
-        y = kernel.apply(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
+        y = kernel(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
         return y, None
     check_order(rule, causal)
     op = functools.partial(ops.causal, rule=rule, gates=gates) if causal else ops.bidirectional

@@ -1,12 +1,11 @@
 """Exact attention at quadratic cost: softmax, polynomial and Yat kernels.
 
-Every method is an `AttentionMethod` without parameters. Query t sees key s if s <= t when `causal`,
-if `mask[b, s]` is true, and if no segment begins after one of them and up to the other: a segment
-begins wherever `segment_ids` changes along the row, so an id that comes back later is another
-segment.
+Every method is an `AttentionMethod` without parameters; `layers.visibility` says which keys a query
+sees.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 
 from lowrank_attn.features.unit_rows import unit_rows
 from lowrank_attn.layers.base import AttentionMethod, Params
+from lowrank_attn.layers.visibility import precision_for, visible_keys
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
 
 
@@ -23,63 +23,13 @@ def _init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
     return {}, {}
 
 
-def _check_shapes(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    causal: bool,
-    mask: jax.Array | None,
-    segment_ids: jax.Array | None,
-) -> None:
-    B, T, Hq, D = q.shape
-    S, H = k.shape[1:3]
-    if k.shape != (B, S, H, D):
-        raise ValueError(
-            f"k has shape {k.shape}, expected [B, S, H, D] = [{B}, S, H, {D}] as in q."
-        )
-    if v.shape[:3] != (B, S, H):
-        raise ValueError(f"v has shape {v.shape}, expected [{B}, {S}, {H}, P] as in k.")
-    if Hq % H:
-        raise ValueError(f"q has {Hq} heads, expected a multiple of the {H} heads of k and v.")
-    if causal and T != S:
-        raise ValueError(f"causal=True with {T} queries and {S} keys, expected as many of each.")
-    if mask is not None and mask.shape != (B, S):
-        raise ValueError(f"mask has shape {mask.shape}, expected [B, S] = {(B, S)}.")
-    if segment_ids is not None and (segment_ids.shape != (B, T) or T != S):
-        raise ValueError(
-            f"segment_ids has shape {segment_ids.shape} with {T} queries and {S} keys, expected "
-            f"[B, T] = {(B, T)} and as many keys as queries."
-        )
-
-
-def _visible(
-    T: int, causal: bool, mask: jax.Array | None, segment_ids: jax.Array | None
-) -> jax.Array:
-    """Which key each query sees; a boolean array that broadcasts to [B, T, S]."""
-    visible = jnp.ones((1, 1, 1), bool)
-    if causal:
-        visible = visible & jnp.tri(T, dtype=bool)
-    if mask is not None:
-        visible = visible & mask.astype(bool)[:, None, :]
-    if segment_ids is not None:
-        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
-        segment = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
-        visible = visible & (segment[:, :, None] == segment[:, None, :])
-    return visible
-
-
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    is_float32 = dtype == jnp.float32
-    return jax.lax.Precision.HIGHEST if is_float32 else jax.lax.Precision.DEFAULT
-
-
 def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
     """Products of q [B, T, H, G, D] and k [B, S, H, D]: [B, H, G, T, S], float32."""
     return jnp.einsum(
         "bthgd,bshd->bhgts",
         q,
         k,
-        precision=_precision(jnp.result_type(q, k)),
+        precision=precision_for(q, k),
         preferred_element_type=jnp.float32,
     )
 
@@ -103,23 +53,32 @@ def _scored(
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         del params
-        _check_shapes(q, k, v, causal, mask, segment_ids)
         B, T, Hq, D = q.shape
         H = k.shape[2]
-        visible = _visible(T, causal, mask, segment_ids)
+        visible = visible_keys(T, causal, mask, segment_ids)
         scores = score(q.reshape(B, T, H, Hq // H, D), k)
         scores = jnp.where(visible[:, None, None], scores, 0.0)
         numerator = jnp.einsum(
             "bhgts,bshp->bthgp",
             scores,
             v.astype(jnp.float32),
-            precision=_precision(jnp.result_type(q, k, v)),
+            precision=precision_for(q, k, v),
         )
         denominator = jnp.einsum("bhgts->bthg", scores) if with_denominator else None
         y = apply_normalizer(numerator, denominator, normalize, delta)
         return y.reshape(B, T, Hq, -1).astype(v.dtype)
 
     return AttentionMethod(init=_init, apply=apply)
+
+
+@functools.cache
+def _has_ampere() -> bool:
+    """Whether this process has an NVIDIA GPU for which jax can trace its fused attention."""
+    try:
+        device, *_ = jax.devices("cuda")
+    except RuntimeError:
+        return False
+    return float(device.compute_capability) >= 8.0
 
 
 def softmax(implementation: Literal["xla", "cudnn"] | None = None) -> AttentionMethod:
@@ -130,15 +89,13 @@ def softmax(implementation: Literal["xla", "cudnn"] | None = None) -> AttentionM
     rounded to the dtype of the inputs). The value size P may differ from D.
 
     Args:
-        implementation: as in `jax.nn.dot_product_attention`. None is its own choice, which in jax
-            0.10 to 0.12 is "xla" on every platform: it holds all T x S scores. "cudnn" is the fused
-            kernel of NVIDIA GPUs, to be named for a fair timing there: it needs bfloat16 or float16
-            and max(D, P) a multiple of 8 up to 128 (256 from Hopper on), and for gradients with
-            `mask` or `segment_ids` also even T and S. Where it cannot run, jax raises an error that
-            says why.
-
-    Raises:
-        ValueError: from `apply`, if shapes do not fit or `causal` has unequal T and S.
+        implementation: as in `jax.nn.dot_product_attention`: "xla" holds all T x S scores, "cudnn"
+            is the fused kernel of NVIDIA GPUs. It needs bfloat16 or float16 and max(D, P) a
+            multiple of 8 up to 128 (256 from Hopper on), and for gradients with `mask` or
+            `segment_ids` also even T and S, for which it reads a T x S array. Where it cannot run,
+            jax raises an error that says why. None takes "cudnn" on NVIDIA GPUs from Ampere on,
+            without `mask` and `segment_ids`, for the dtypes and sizes up to 128 above, and "xla"
+            elsewhere. It cannot shard T or S: name "xla" for that.
 
     Source: Vaswani et al., Attention Is All You Need (arXiv 1706.03762), equation 1.
     """
@@ -154,7 +111,6 @@ def softmax(implementation: Literal["xla", "cudnn"] | None = None) -> AttentionM
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         del params
-        _check_shapes(q, k, v, causal, mask, segment_ids)
         T, S, D, P = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
         dtype = jnp.result_type(q, k, v)
         # The function wants D = P. Zeros appended to either change no score and no output.
@@ -164,19 +120,33 @@ def softmax(implementation: Literal["xla", "cudnn"] | None = None) -> AttentionM
         )
         visible = None
         if mask is not None or segment_ids is not None:
-            visible = _visible(T, causal, mask, segment_ids)
+            visible = visible_keys(T, causal, mask, segment_ids)
             visible = jnp.broadcast_to(visible, (q.shape[0], T, S))
         is_float32 = dtype == jnp.float32
-        with jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext():
-            y = jax.nn.dot_product_attention(
-                q_padded,
-                k_padded,
-                v_padded,
+
+        def attention(implementation, q, k, v):
+            return jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
                 mask=None if visible is None else visible[:, None],
                 scale=D**-0.5,
                 is_causal=causal,
                 implementation=implementation,
             )
+
+        xla = functools.partial(attention, "xla")
+        fits = dtype in (jnp.bfloat16, jnp.float16) and max(D, P) <= 128 and max(D, P) % 8 == 0
+        with jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext():
+            if implementation is not None:
+                y = attention(implementation, q_padded, k_padded, v_padded)
+            elif visible is None and fits and _has_ampere():
+                cudnn = functools.partial(attention, "cudnn")
+                y = jax.lax.platform_dependent(
+                    q_padded, k_padded, v_padded, cuda=cudnn, default=xla
+                )
+            else:
+                y = xla(q_padded, k_padded, v_padded)
         y = y[..., :P].astype(v.dtype)
         if visible is None:
             return y
@@ -199,7 +169,7 @@ def poly(degree: int = 2, normalize: str = "rms", delta: float = 1e-6) -> Attent
         delta: its epsilon, > 0.
 
     Raises:
-        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+        ValueError: if an argument is out of range.
 
     Source: the kernel that LLoPS and PolySketchFormer (arXiv 2310.01655) approximate; LLoPS has no
     denominator, that is `none`.
@@ -226,7 +196,7 @@ def yat(epsilon: float = 1e-3, normalize: str = "sum", delta: float = 1e-6) -> A
         delta: its epsilon, > 0.
 
     Raises:
-        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+        ValueError: if an argument is out of range.
 
     Source: SLAY (arXiv 2602.04915), the Yat kernel. The authors' code applies a softmax to these
     scores; we normalise them as a kernel.
@@ -259,7 +229,7 @@ def yat_spherical(
         delta: its epsilon, > 0.
 
     Raises:
-        ValueError: if an argument is out of range, or, from `apply`, if shapes do not fit.
+        ValueError: if an argument is out of range.
 
     Source: SLAY (arXiv 2602.04915), the spherical Yat kernel, which `features.slay` approximates.
     """

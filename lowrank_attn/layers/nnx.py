@@ -6,6 +6,7 @@ from flax import nnx
 
 from lowrank_attn import ops
 from lowrank_attn.features import FeatureMap
+from lowrank_attn.layers import AttentionMethod
 from lowrank_attn.layers.attend import (
     Kernel,
     attend,
@@ -48,7 +49,8 @@ class Attend(nnx.Module):
         rngs: key stream `params`.
 
     Raises:
-        ValueError: for unknown names and options, or heads that do not divide.
+        ValueError: for unknown names and options, heads that do not divide, or a kernel without a
+            causal form in a causal layer.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Attend(nnx.Module):
                 f"num_heads={num_heads}, expected a multiple of num_kv_heads={num_kv_heads}."
             )
         self.kernel = make_kernel(kernel, options, rule)
+        if isinstance(self.kernel, AttentionMethod):
+            self.kernel.check_causal(causal)
         self.normalize = resolve_normalize(self.kernel, normalize, rule)
         self.rule = rule
         self.causal = causal

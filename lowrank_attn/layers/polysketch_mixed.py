@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from lowrank_attn import ops
 from lowrank_attn.features.polysketch import normalized_rows, polysketch, random_sketch
 from lowrank_attn.layers.base import AttentionMethod, Params
+from lowrank_attn.layers.visibility import check_same_tokens, segment_numbers
 from lowrank_attn.ops.normalize import apply_normalizer
 
 
@@ -49,8 +50,7 @@ def polysketch_mixed(
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
         B, T, Hq, _ = q.shape
-        if k.shape[1] != T:
-            raise ValueError(f"k has {k.shape[1]} tokens, expected {T} as in q: blocks hold both.")
+        check_same_tokens(q, k, "blocks hold both")
         H = k.shape[2]
         values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1).astype(jnp.float32)
         attend = ops.causal if causal else ops.bidirectional
@@ -72,8 +72,7 @@ def polysketch_mixed(
         if mask is not None:
             visible = visible & blocks(mask)[:, :, None]
         if segment_ids is not None:
-            begins = segment_ids[:, 1:] != segment_ids[:, :-1]
-            document = blocks(jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0))), -1)
+            document = blocks(segment_numbers(segment_ids), -1)
             visible = visible & (document[..., None] == document[:, :, None])
         visible = jnp.broadcast_to(visible, (B, -(-T // C), C, C))
 

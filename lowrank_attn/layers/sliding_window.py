@@ -1,0 +1,100 @@
+"""Softmax attention to the neighbours of each token, in time and memory linear in T."""
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_attn.layers.base import AttentionMethod, Params
+from lowrank_attn.layers.visibility import (
+    check_same_tokens,
+    masked_softmax,
+    precision_for,
+    segment_numbers,
+)
+
+_SMALLEST_BLOCK = 64  # smaller windows share blocks, whose matrix products would be too small
+
+
+def sliding_window(window: int = 128) -> AttentionMethod:
+    """Exact softmax attention to the tokens at most W away: softmax(q . k / sqrt(D)) v.
+
+    Query t sees keys t - W to t when causal, that is W + 1 of them, else t - W to t + W. Queries
+    are cut into blocks of C = max(W, 64); each block reads its own keys and W more on either side
+    that is visible, so there are T (C + W) or T (C + 2 W) scores, which are recomputed for
+    gradients. Scores and the softmax are float32; probabilities have the dtype of v.
+
+    Args:
+        window: W >= 1.
+
+    Raises:
+        ValueError: if the window is below 1, or, when called, for unequal T and S.
+
+    Source: Longformer (arXiv 2004.05150), section 3.1; BASED (arXiv 2402.18668) uses W = 64 and
+    128, counted as here.
+    """
+    if window < 1:
+        raise ValueError(f"window={window}, expected at least 1, such as 128.")
+
+    def init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
+        del key, D, H
+        return {}, {}
+
+    def apply(
+        params: Params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        del params
+        check_same_tokens(q, k, "a window lies around the query's own place")
+        B, T, Hq, D = q.shape
+        H, P = v.shape[2:]
+        W = min(window, T - 1)
+        C = min(max(W, _SMALLEST_BLOCK), T)
+        N = -(-T // C)
+
+        def blocks(x, fill=0):  # [B, T, ...] -> [B, N, C, ...]
+            pad = [(0, 0), (0, N * C - T)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(x, pad, constant_values=fill).reshape(B, N, C, *x.shape[2:])
+
+        def with_halo(x, fill=0):  # [B, N, C, ...] -> [B, N, W + C (+ W), ...]
+            none = jnp.full_like(x[:, :1, :W], fill)
+            parts = [jnp.concatenate([none, x[:, :-1, C - W :]], axis=1), x]
+            if not causal:
+                parts.append(jnp.concatenate([x[:, 1:, :W], none], axis=1))
+            return jnp.concatenate(parts, axis=2)
+
+        segment = jnp.zeros((B, T), int) if segment_ids is None else segment_numbers(segment_ids)
+        real = segment if mask is None else jnp.where(mask.astype(bool), segment, -1)
+        precision = precision_for(q, k, v)
+
+        @jax.checkpoint
+        def attention(q, k, v):
+            q = blocks(q.reshape(B, T, H, Hq // H, D))
+            k, v = with_halo(blocks(k)), with_halo(blocks(v))
+            scores = jnp.einsum(
+                "bnchgd,bnkhd->bnhgck",
+                q,
+                k,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
+            back = jnp.arange(C)[:, None] - (jnp.arange(k.shape[2]) - W)  # how far, [C, K]
+            visible = (jnp.abs(back) <= W) & ((back >= 0) | (not causal))
+            same = blocks(segment)[..., None] == with_halo(blocks(real, -1), -1)[:, :, None]
+            visible = (visible & same)[:, :, None, None]
+            weights = masked_softmax(scores * D**-0.5, visible).astype(v.dtype)
+            return jnp.einsum(
+                "bnhgck,bnkhp->bnchgp",
+                weights,
+                v,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            ).astype(v.dtype)
+
+        return attention(q, k, v).reshape(B, N * C, Hq, P)[:, :T]
+
+    return AttentionMethod(init=init, apply=apply)
