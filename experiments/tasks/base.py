@@ -97,7 +97,8 @@ class Task:
 
     Attributes:
         name: as in `experiments.tasks.TASKS`.
-        vocabulary: the token of each id; id 0 is the padding.
+        vocabulary: the token of each id, with `<mask>` for self-pretraining. Sequences end by their
+            `length`: 0 fills up and may also be an id.
         num_classes: labels are 0..num_classes-1.
         max_length: the size of padded sequences.
         splits: "train", "validation" and "test".
@@ -118,6 +119,12 @@ class Task:
     def two_towers(self) -> bool:
         """Whether an example is a pair of sequences."""
         return self.splits["train"].lengths.ndim == 2
+
+
+def majority_class(train: Split, test: Split) -> dict[str, float]:
+    """The accuracy on `test` of always saying the most frequent label of `train`."""
+    guess = np.bincount(train.labels).argmax()
+    return {"majority class": float(np.mean(test.labels == guess))}
 
 
 def _digest(array: npt.NDArray[Any]) -> str:
