@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from experiments import lra, objectives
+from experiments.common.phase_run import PhaseRun
 from experiments.tasks import image, text
 from experiments.tasks.base import DataError
 from experiments.tasks.files import hold_out
@@ -146,6 +147,36 @@ def test_wrong_task_options_are_named(tmp_path, capsys):
                       f"--cache_dir={tmp_path / 'cache'}"])  # fmt: skip
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_training_in_buckets_and_going_on(tmp_path, capsys):
+    """Reviews of three sizes; stopped after half of the steps, the loss curve is the same."""
+    write_reviews(tmp_path / "data", 80)
+    arguments = [
+        "lra", "--task=text", f"--data_dir={tmp_path / 'data'}", "--preset=quick", "--steps=8",
+        f"--cache_dir={tmp_path / 'cache'}", "--batch_size=4", "--eval_every=4", "--width=16",
+        "--kernel=elu", "--log_every=1", "--steps_per_dispatch=2", "--checkpoint_every=4",
+    ]  # fmt: skip
+    curves = []
+    for name, stops in (("whole", ()), ("parts", (4,))):
+        folder = tmp_path / name
+        for step in stops:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(PhaseRun, "_dispatch", stop_at(step, PhaseRun._dispatch))
+                with pytest.raises(KeyboardInterrupt):
+                    lra.main([*arguments, f"--run_dir={folder}"])
+        lra.main([*arguments, f"--run_dir={folder}"])
+        curves.append((folder / "train_train.csv").read_text())
+    assert curves[0] == curves[1]
+
+
+def stop_at(step, dispatch):
+    def stopping(self):
+        if self.step == step:
+            raise KeyboardInterrupt
+        dispatch(self)
+
+    return stopping
 
 
 def test_held_out_examples_are_a_function_of_count_and_seed():

@@ -7,6 +7,7 @@ Source: Tay et al., "Long Range Arena" (2020), which cuts at 1,000 to 4,000 byte
 reviews for validation too. Here a tenth of the training reviews, drawn by the seed, is kept for it.
 """
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
@@ -18,6 +19,7 @@ from experiments.tasks.base import DataError, Split, Task, cached_splits, majori
 from experiments.tasks.files import find_files, hold_out
 
 MAX_LENGTH = 4096
+BUCKETS = (512, 1024, 2048)
 VOCABULARY = ("<pad>", *(f"0x{byte:02x}" for byte in range(256)), "<mask>")
 _CLASSES = ("neg", "pos")
 _FOLDERS = tuple(f"{part}/{name}" for part in ("train", "test") for name in _CLASSES)
@@ -77,6 +79,7 @@ def load(
         }
 
     splits, fingerprint = cached_splits(Path(cache_dir), "text", source, MAX_LENGTH, build)
+    splits = {n: dataclasses.replace(split, buckets=BUCKETS) for n, split in splits.items()}
     return Task(
         name="text",
         vocabulary=VOCABULARY,
