@@ -6,6 +6,7 @@ The last line on standard output is one JSON object. Started again, the same com
 it was stopped. Measured results: `experiments/results/`.
 """
 
+import inspect
 import json
 import pathlib
 import sys
@@ -35,6 +36,24 @@ NOT_DECAYED = (
 )  # fmt: skip
 
 
+def load_task(config: Config) -> Task:
+    """The task that the settings name.
+
+    Raises:
+        ValueError: if the task has no such options.
+        DataError: if its data are missing or wrong.
+    """
+    options = parse_options("task_options", config.task_options)
+    load = TASKS[config.task]
+    try:
+        inspect.signature(load).bind(config.data_dir, config.cache_dir, **options)
+    except TypeError as error:
+        raise ValueError(
+            f"task_options={config.task_options!r} do not fit task={config.task!r}: {error}."
+        ) from error
+    return load(config.data_dir, config.cache_dir, **options)
+
+
 def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
     """The encoder that the settings describe."""
     qk_dim = config.qk_dim
@@ -48,7 +67,7 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
         num_heads=config.num_heads,
         mlp_width=config.mlp_width,
         kernel=config.kernel,
-        options=parse_options(config.kernel_options),
+        options=parse_options("kernel_options", config.kernel_options),
         qk_dim=qk_dim,
         normalize=config.normalize,
         causal=config.causal,
@@ -138,7 +157,7 @@ def run(config: Config) -> dict[str, Any]:
     Returns:
         The summary that `main` prints.
     """
-    task = TASKS[config.task](config.data_dir, config.cache_dir)
+    task = load_task(config)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
     phases, classification = make_phases(config, task)

@@ -25,6 +25,7 @@ class Config(LoopSettings):
     data_dir: str | None = setting(
         None, "folder of the published files; default: generated data", changes_result=False
     )
+    task_options: str = setting("", "of the task, such as validation=test for text")
     cache_dir: str = setting("data", "folder for prepared data", changes_result=False)
     run_dir: str | None = setting(
         None, "folder of this run; default: under runs/, named by the settings",
@@ -92,7 +93,8 @@ class Config(LoopSettings):
         Raises:
             ValueError: naming the setting.
         """
-        parse_options(self.kernel_options)
+        for name in ("task_options", "kernel_options"):
+            parse_options(name, getattr(self, name))
         for name in ("steps", "batch_size", "num_layers", "eval_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected at least 1.")
@@ -120,17 +122,17 @@ class Config(LoopSettings):
             )
 
 
-def parse_options(text: str) -> dict[str, Any]:
+def parse_options(setting: str, text: str) -> dict[str, Any]:
     """Turn `name=value,name=value` into keyword arguments; values are Python literals or words.
 
     Raises:
-        ValueError: if a part has no `=`.
+        ValueError: naming the setting, if a part has no `=`.
     """
     options = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
-            raise ValueError(f"kernel_options={text!r}: {part!r} is not of the form name=value.")
+            raise ValueError(f"{setting}={text!r}: {part!r} is not of the form name=value.")
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

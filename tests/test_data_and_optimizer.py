@@ -9,6 +9,7 @@ import pytest
 from toy_run import ToySource
 
 from experiments.common import data, evaluate, optimizer
+from experiments.tasks.base import Split
 
 
 class FastSource(ToySource):
@@ -47,6 +48,42 @@ def test_iterator_continues_from_its_state():
     fresh.set_state(state)
     for batch in rest:
         jax.tree.map(np.testing.assert_array_equal, next(fresh), batch)
+
+
+def ragged(count=50, seed=0):
+    """Examples of 1 to 32 tokens, in buckets; the label is the number of the example."""
+    lengths = np.random.default_rng(seed).integers(1, 33, count).astype(np.int32)
+    tokens = np.repeat(np.arange(count), lengths).astype(np.int16)
+    return Split(tokens, lengths, np.arange(count, dtype=np.int32), 32, buckets=(8, 16))
+
+
+def test_buckets_pad_less_and_leave_nothing_out():
+    source = ragged()
+    batches = data.train_iterator(source, 3, 2, seed=5)
+    seen = [next(batches) for _ in range(25)]  # 3 epochs of 50
+    labels = np.concatenate([batch["label"].ravel() for batch in seen])
+    assert np.bincount(labels).min() >= 2 and len(labels) == 150
+    assert {batch["tokens"].shape for batch in seen} == {(2, 3, size) for size in (8, 16, 32)}
+    for batch in seen:
+        real = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
+        expected = np.where(real, batch["label"][..., None], 0)
+        np.testing.assert_array_equal(batch["tokens"], expected)
+    sizes = [batch["tokens"].shape[-1] for batch in seen]
+    assert sizes != sorted(sizes)  # dispatches are shuffled
+    again = data.train_iterator(source, 3, 2, seed=5)
+    again.set_state(json.loads(json.dumps(again.get_state())))
+    for batch in seen:
+        jax.tree.map(np.testing.assert_array_equal, next(again), batch)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_evaluation_in_buckets_counts_every_example_once(batch_size):
+    batches = list(data.eval_batches(ragged(), batch_size))
+    counted = np.concatenate([b["label"][b["weight"] > 0] for b in batches])
+    assert sorted(counted) == list(range(50))
+    shapes = {b["tokens"].shape for b in batches}
+    known = data.batch_of_each_shape(ragged(), (batch_size,))
+    assert shapes <= {b["tokens"].shape for b in known}
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 10, 16])

@@ -167,6 +167,12 @@ def test_every_preset_builds(data, preset, kernel):
     assert len(phases) == (2 if preset == "spt" else 1)
 
 
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_presets_are_settings(preset):
+    for task in presets.PRESETS[preset]:
+        Config(task=task, **presets.resolve(preset, task, "llops", "gpu")[1])
+
+
 def test_auto_is_quick_on_a_cpu_and_skyformer_elsewhere():
     assert presets.resolve("auto", "listops", "llops", "cpu")[0] == "quick"
     assert presets.resolve("auto", "listops", "llops", "gpu")[0] == "skyformer"
@@ -174,8 +180,8 @@ def test_auto_is_quick_on_a_cpu_and_skyformer_elsewhere():
 
 
 def test_options_are_literals_or_words():
-    assert parse_options("a=1,b=x,c=False,d=0.5") == {"a": 1, "b": "x", "c": False, "d": 0.5}
-    assert parse_options("") == {}
+    assert parse_options("x", "a=1,b=x,c=False,d=0.5") == {"a": 1, "b": "x", "c": False, "d": 0.5}
+    assert parse_options("x", "") == {}
 
 
 def test_readme_example_runs():

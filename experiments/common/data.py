@@ -16,6 +16,10 @@ class Source(Protocol):
     `__getitem__(i)` gives one example as a dict of arrays of fixed shapes, `tokens` among them and,
     where examples are padded, `length`. A source may also have `take(indices)`, which gives the
     stacked arrays of several examples at once; it is used instead when it is there.
+
+    Examples of different shapes need `take` and `sizes` [N], integers such that examples of one
+    size have one shape and `take` gives the shape of the largest size among its examples. Batches
+    are then made of examples of similar sizes.
     """
 
     def __len__(self) -> int:
@@ -35,6 +39,14 @@ def take(source: Source, indices: np.ndarray) -> dict[str, np.ndarray]:
     return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
+def batch_of_each_shape(source: Source, shape: tuple[int, ...]) -> Iterator[dict[str, np.ndarray]]:
+    """For every shape that examples have, arrays [*shape, ...] with one such example throughout."""
+    sizes = getattr(source, "sizes", np.zeros(len(source)))
+    for i in np.unique(sizes, return_index=True)[1]:
+        example = take(source, np.array([i]))
+        yield {n: np.broadcast_to(x, shape + x.shape[1:]) for n, x in example.items()}
+
+
 def train_iterator(
     source: Source, batch_size: int, steps_per_dispatch: int, seed: int
 ) -> grain.DatasetIterator:
@@ -42,6 +54,8 @@ def train_iterator(
 
     Every epoch is a new permutation of all the examples; epochs follow each other without a gap, so
     a batch may hold the end of one and the start of the next, and no example is ever left out.
+    Where examples have `sizes`, the rows of up to 64 dispatches (an epoch, if that is less) are
+    sorted by them, cut into dispatches, and these shuffled.
     Batches are prepared by a background thread, whose progress is not part of the state.
 
     Args:
@@ -65,7 +79,8 @@ def train_iterator(
         stacked = take(source, indices)
         return {name: array.reshape(shape + array.shape[1:]) for name, array in stacked.items()}
 
-    order = _Order(len(source), steps_per_dispatch * batch_size, seed)
+    sizes = getattr(source, "sizes", None)
+    order = _Order(len(source), steps_per_dispatch * batch_size, seed, sizes)
     batches = grain.MapDataset.source(order).map(gather)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
@@ -77,9 +92,12 @@ class _Order:
     theirs take 10 us of Python for every example. Raw bits are the same in every NumPy version.
     """
 
-    def __init__(self, examples: int, rows: int, seed: int):
+    def __init__(self, examples: int, rows: int, seed: int, sizes: np.ndarray | None):
         self._examples, self._rows, self._seed = examples, rows, seed
+        self._sizes = sizes if sizes is not None and np.ptp(sizes) else None
+        self._dispatches = min(max(examples // rows, 1), 64)  # that are sorted together
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
+        self._window = functools.lru_cache(maxsize=2)(self._sorted)
 
     def _permutation(self, epoch: int) -> np.ndarray:
         bits = np.random.PCG64((self._seed, epoch)).random_raw(self._examples)
@@ -89,15 +107,29 @@ class _Order:
         return 2**62 // self._rows
 
     def __getitem__(self, dispatch: int) -> np.ndarray:
-        start = dispatch * self._rows
-        epochs, places = np.divmod(np.arange(start, start + self._rows), self._examples)
+        if self._sizes is None:
+            return self._shuffled(dispatch * self._rows, self._rows)
+        window, place = divmod(dispatch, self._dispatches)
+        return self._window(window)[place]
+
+    def _shuffled(self, start: int, count: int) -> np.ndarray:
+        epochs, places = np.divmod(np.arange(start, start + count), self._examples)
         return np.concatenate(
             [self._epoch(epoch)[places[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
         )
 
+    def _sorted(self, window: int) -> np.ndarray:
+        """The dispatches of one window, [dispatches, rows]."""
+        assert self._sizes is not None
+        count = self._dispatches * self._rows
+        rows = self._shuffled(window * count, count)
+        rows = rows[np.argsort(self._sizes[rows], kind="stable")].reshape(-1, self._rows)
+        bits = np.random.PCG64((self._seed, window, 1)).random_raw(self._dispatches)
+        return rows[np.argsort(bits, kind="stable")]
+
 
 def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Every example once, in order, in batches of one shape.
+    """Every example once, in order (where examples have `sizes`: in the order of these).
 
     Yields:
         Dicts of arrays [B, ...] with one more entry, `weight` [B] float32: 1 for an example, 0 for
@@ -108,8 +140,10 @@ def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarr
     """
     if len(source) == 0:
         raise ValueError("source has no examples.")
+    sizes = getattr(source, "sizes", np.zeros(len(source)))
+    order = np.argsort(sizes, kind="stable")
     for start in range(0, len(source), batch_size):
-        indices = np.arange(start, start + batch_size)
-        batch = take(source, np.minimum(indices, len(source) - 1))
-        batch["weight"] = (indices < len(source)).astype(np.float32)
+        places = np.arange(start, start + batch_size)
+        batch = take(source, order[np.minimum(places, len(source) - 1)])
+        batch["weight"] = (places < len(source)).astype(np.float32)
         yield batch

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from experiments.common.checkpoint import Checkpoints, check_description
-from experiments.common.data import eval_batches, take, train_iterator
+from experiments.common.data import batch_of_each_shape, train_iterator
 from experiments.common.evaluate import data_mesh, evaluate, place, replicated
 from experiments.common.log import Clock, RunLog
 from experiments.common.optimizer import leaf_names
@@ -49,6 +49,9 @@ class PhaseRun:
         self.state = jax.device_put(state, replicated(self.mesh), may_alias=False)
         self.step, self.earlier_seconds = 0, 0.0
         self.evaluations: dict[int, dict[str, float]] = {}
+        # compiled programs by the shape of tokens
+        self.train_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self.eval_steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self.eval_every = min(settings.eval_every, phase.steps)
         self.k = _common_divisor(settings.steps_per_dispatch, phase.steps, self.eval_every)
         self.batches = train_iterator(
@@ -98,10 +101,8 @@ class PhaseRun:
             self._dispatch()
 
     def _compile_train(self, stop: StopSignals) -> None:
+        """Compile K steps for every shape of batches, before any of them is needed."""
         phase = self.phase
-        first = take(phase.source, np.zeros(1, int))
-        shape = (self.k, phase.batch_size)
-        batches = {n: np.broadcast_to(x, shape + x.shape[1:]) for n, x in first.items()}
         step = functools.partial(_step, phase.loss_fn, phase.optimizer, self.train_key)
         every = replicated(self.mesh)
         scan = jax.jit(
@@ -109,25 +110,30 @@ class PhaseRun:
             donate_argnums=0,
             out_shardings=(every, every),
         )
-        train = scan.lower(self.state, place(batches, self.mesh, axis=1))
-        for name, metric in train.out_info[1].items():
-            if metric.shape != (self.k,):
-                raise ValueError(
-                    f"loss_fn of phase {phase.name!r}: {name} must be a scalar, "
-                    f"got shape {metric.shape[1:]}."
-                )
-        self.train_steps = stop.compile(train, self._where())
+        for batches in batch_of_each_shape(phase.source, (self.k, phase.batch_size)):
+            train = scan.lower(self.state, place(batches, self.mesh, axis=1))
+            for name, metric in train.out_info[1].items():
+                if metric.shape != (self.k,):
+                    raise ValueError(
+                        f"loss_fn of phase {phase.name!r}: {name} must be a scalar, "
+                        f"got shape {metric.shape[1:]}."
+                    )
+            compiled = stop.compile(train, self._where())
+            self.train_steps[batches["tokens"].shape] = compiled
 
     def _compile_eval(self, stop: StopSignals) -> None:
         phase = self.phase
-        batch = place(next(eval_batches(phase.eval_source, phase.batch_size)), self.mesh)
-        evaluation = jax.jit(phase.eval_fn).lower(self.state.params, batch, self.eval_key)
-        if phase.best_metric not in evaluation.out_info:
-            raise ValueError(
-                f"best_metric={phase.best_metric!r} of phase {phase.name!r} is not a metric of its "
-                f"eval_fn; known: {', '.join(evaluation.out_info)}."
+        for batch in batch_of_each_shape(phase.eval_source, (phase.batch_size,)):
+            batch["weight"] = np.ones(phase.batch_size, np.float32)
+            evaluation = jax.jit(phase.eval_fn).lower(
+                self.state.params, place(batch, self.mesh), self.eval_key
             )
-        self.eval_fn = stop.compile(evaluation, self._where())
+            if phase.best_metric not in evaluation.out_info:
+                raise ValueError(
+                    f"best_metric={phase.best_metric!r} of phase {phase.name!r} is not a metric of "
+                    f"its eval_fn; known: {', '.join(evaluation.out_info)}."
+                )
+            self.eval_steps[batch["tokens"].shape] = stop.compile(evaluation, self._where())
 
     def _dispatch(self) -> None:
         """Hand K steps to the devices, then look at the results of the K steps before."""
@@ -135,7 +141,7 @@ class PhaseRun:
             batches = next(self.batches)
         placed = place(batches, self.mesh, axis=1)
         was_idle = self.pending is None or self.pending[-1]["loss"].is_ready()  # type: ignore[attr-defined]
-        self.state, metrics = self.train_steps(self.state, placed)
+        self.state, metrics = self.train_steps[batches["tokens"].shape](self.state, placed)
         self.clock.enqueued(was_idle)
         self._fetch()
         if not metrics["loss"].is_ready():
@@ -174,7 +180,9 @@ class PhaseRun:
         self._fetch()
         with self.clock.paused():
             metrics = evaluate(
-                self.eval_fn,
+                lambda params, batch, key: self.eval_steps[batch["tokens"].shape](
+                    params, batch, key
+                ),
                 self.state.params,
                 self.phase.eval_source,
                 self.phase.batch_size,

@@ -1,5 +1,12 @@
-"""The tasks by name: `TASKS[name](data_dir, cache_dir)` gives a `base.Task`."""
+"""The tasks by name: `TASKS[name](data_dir, cache_dir, **options)` gives a `base.Task`."""
 
-from experiments.tasks import listops
+from collections.abc import Callable
 
-TASKS = {"listops": listops.load}
+from experiments.tasks import image, listops, text
+from experiments.tasks.base import Task
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "listops": listops.load,
+    "text": text.load,
+    "image": image.load,
+}

@@ -44,27 +44,36 @@ class DataError(ValueError):
 class Split:
     """N examples as a random-access sequence; a source for `grain.MapDataset`.
 
-    Example i is `{"tokens": [max_length], "length": int32, "label": int32}`: its `length` ids, in
-    the dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by
-    `length`. With lengths [N, 2] (two documents an example) it is `tokens` [2, max_length] and
-    `length` [2].
+    Example i is `{"tokens": [size], "length": int32, "label": int32}`: its `length` ids, in the
+    dtype of `tokens`, and then zeros. Zero may also be a proper id (a black pixel), so mask by
+    `length`. With lengths [N, 2] (two documents an example) it is `tokens` [2, size] and `length`
+    [2].
 
     Attributes:
         tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths].
         lengths: int32 [N], or [N, 2]; each 1..max_length.
         labels: int32 [N].
-        max_length: the size to which sequences are padded. Nothing is ever cut to it.
+        max_length: the largest size to which sequences are padded. Nothing is ever cut to it.
+        buckets: smaller sizes, ascending; an example is padded to the first that holds it.
     """
 
     tokens: npt.NDArray[Any] = dataclasses.field(repr=False)
     lengths: npt.NDArray[Any] = dataclasses.field(repr=False)
     labels: npt.NDArray[Any] = dataclasses.field(repr=False)
     max_length: int
+    buckets: tuple[int, ...] = ()
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
         """Where each sequence begins in `tokens`, and the end: int64 [number of sequences + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    @functools.cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """The size to which each example is padded: int64 [N]."""
+        longest = self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
+        sizes = np.array([*self.buckets, self.max_length])
+        return sizes[np.searchsorted(sizes, longest)]
 
     def __len__(self) -> int:
         """Give N."""
@@ -81,10 +90,10 @@ class Split:
         return {name: array[0] for name, array in self.take(np.array([i])).items()}
 
     def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
-        """Give examples `indices` [B], padded and stacked: `tokens` [B, max_length], and so on."""
+        """Give examples `indices` [B] stacked, padded to the largest of their sizes."""
         lengths = self.lengths[indices]
         starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
-        column = np.arange(self.max_length)
+        column = np.arange(self.sizes[indices].max())
         real = column < lengths[..., None]
         tokens = self.tokens[np.where(real, starts[..., None] + column, 0)]
         tokens[~real] = 0
@@ -97,7 +106,8 @@ class Task:
 
     Attributes:
         name: as in `experiments.tasks.TASKS`.
-        vocabulary: the token of each id; id 0 is the padding.
+        vocabulary: the token of each id, with `<mask>` for self-pretraining. Sequences end by their
+            `length`: 0 fills up and may also be an id.
         num_classes: labels are 0..num_classes-1.
         max_length: the size of padded sequences.
         splits: "train", "validation" and "test".
@@ -118,6 +128,12 @@ class Task:
     def two_towers(self) -> bool:
         """Whether an example is a pair of sequences."""
         return self.splits["train"].lengths.ndim == 2
+
+
+def majority_class(train: Split, test: Split) -> dict[str, float]:
+    """The accuracy on `test` of always saying the most frequent label of `train`."""
+    guess = np.bincount(train.labels).argmax()
+    return {"majority class": float(np.mean(test.labels == guess))}
 
 
 def _digest(array: npt.NDArray[Any]) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tqdm
-from absl import logging
 
 from experiments.tasks import listops_grammar as grammar
 from experiments.tasks.base import DataError, Split, Task, cached_splits
+from experiments.tasks.files import file_hash, find_files
 
 MAX_LENGTH = grammar.PADDED_LENGTH
 FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
@@ -63,8 +63,9 @@ def load(
         ValueError: if seed < 0 or a number of rows < 1.
     """
     if data_dir is not None:
-        paths = _find(Path(data_dir))
-        source: dict[str, str | int] = {path.name: _hash(path) for path in paths.values()}
+        folder = find_files(data_dir, _FOLDERS, tuple(FILES.values()), "ListOps", _REMEDY)
+        paths = {name: folder / file for name, file in FILES.items()}
+        source: dict[str, str | int] = {path.name: file_hash(path) for path in paths.values()}
 
         def build() -> dict[str, Split]:
             return {name: _parse(path, progress) for name, path in paths.items()}
@@ -145,26 +146,6 @@ def _sequences(split: Split, stop: int | None = None) -> list[npt.NDArray[Any]]:
 def _cut(split: Split, start: int, stop: int) -> Split:
     tokens = split.tokens[split.offsets[start] : split.offsets[stop]]
     return Split(tokens, split.lengths[start:stop], split.labels[start:stop], MAX_LENGTH)
-
-
-def _find(data_dir: Path) -> dict[str, Path]:
-    tried = [data_dir / folder for folder in _FOLDERS]
-    complete = [f for f in tried if all((f / name).is_file() for name in FILES.values())]
-    if not complete:
-        raise DataError(
-            f"data_dir={str(data_dir)!r} has no ListOps files",
-            tried=tried,
-            expected=", ".join(FILES.values()),
-            remedy=_REMEDY,
-        )
-    if len(complete) > 1:
-        logging.warning("Two copies of ListOps: using %s, not %s.", *complete[:2])
-    return {split: complete[0] / name for split, name in FILES.items()}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _parse(path: Path, progress: bool) -> Split:
