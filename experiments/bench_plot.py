@@ -18,7 +18,7 @@ def plot_times(lines: list[dict], path: pathlib.Path) -> None:
     """
     curves: dict = {}
     for line in lines:
-        who = (line["implementation"], *what(line))
+        who = (line["implementation"], *_what(line))
         curves.setdefault((line["direction"], who), {})[int(line["T"])] = line
     curves = {key: points for key, points in curves.items()
               if key[0] in DIRECTIONS and len(points) > 1}  # fmt: skip
@@ -34,19 +34,19 @@ def plot_times(lines: list[dict], path: pathlib.Path) -> None:
                 continue
             T = sorted(points)
             ms = [float(points[t]["ms"]) for t in T]
-            axis.plot(T, ms, "o-", label=" ".join([implementation, *kernel]))
+            (drawn,) = axis.plot(T, ms, "o-", label=" ".join([implementation, *kernel]))
             fractions = [float(points[t]["roofline_fraction"]) for t in T]
-            limits[tuple(kernel)] = (T, [f * m for f, m in zip(fractions, ms, strict=True)])
-        for kernel, (T, ms) in limits.items():
-            (drawn,) = axis.plot(T, ms, "--", linewidth=1, label=" ".join(["limit", *kernel]))
-            drawn.set_color("grey" if kernel[0] == "softmax" else "black")
+            limit = [f * m for f, m in zip(fractions, ms, strict=True)]
+            limits.setdefault(tuple(kernel), (T, limit, drawn.get_color()))
+        for kernel, (T, ms, color) in limits.items():
+            axis.plot(T, ms, "--", color=color, linewidth=1, label=" ".join(["limit", *kernel]))
         axis.set(xscale="log", yscale="log", xlabel="T", ylabel="ms", title=direction)
         if axis.lines:
             axis.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def what(line: dict) -> tuple[str, ...]:
+def _what(line: dict) -> tuple[str, ...]:
     """Kernel, degree, normaliser and batch size of a row, as a curve is named."""
     degree = f"p={line['p']}" if int(line["p"]) else ""
     normalize = "" if line["normalize"] in ("none", line["kernel"]) else line["normalize"]
