@@ -19,8 +19,9 @@ class Case(NamedTuple):
     """One shape.
 
     Attributes:
-        kernel: llops (map and causal attention), llops_bidirectional, taylor (the map of BASED),
-            features (causal attention over ready features) or softmax.
+        kernel: llops (map and causal attention), llops_plain (the same without the norm and the
+            constants, the paper's map), llops_bidirectional, taylor (the map of BASED), features
+            (causal attention over ready features) or softmax.
         direction: forward, forward+backward, scan, scan+backward or decode.
         p: factors of the map, 0 without one.
     """
@@ -97,6 +98,9 @@ def cases(tokens: list[int], memory_tokens: int) -> list[Case]:
     rows = [llops_at(usual, *row) for row in (
         ("forward", 2), ("forward", 4), ("forward", 2, "sum"), ("forward+backward", 2),
     )]  # fmt: skip
+    rows += [Case("llops_plain", *row, "none", 4, usual, *sizes) for row in (
+        ("forward", 2), ("forward", 4), ("forward+backward", 2),
+    )]  # fmt: skip
     for direction in ("scan", "scan+backward"):
         for B in (4, 1):
             for M in (128, 256):
@@ -125,7 +129,8 @@ def implementations(case: Case, kernels: str | None) -> list[str]:
     if case.kernel == "softmax":
         return ["cudnn"]
     ours = ["xla"] if kernels is None else [kernels, "xla"]
-    if case.backward and kernels is not None and not case.usual:
+    repeated = case.kernel == "llops_plain" or (case.backward and not case.usual)
+    if repeated and kernels is not None:
         ours.remove("xla")  # a GPU compiler takes half a minute for each of its gradients
     if case.kernel == "features":
         return [*ours, FLA_CHUNK]
@@ -161,6 +166,8 @@ def program(case: Case, implementation: str):
 
 
 def _feature_map(case):
+    if case.kernel == "llops_plain":
+        return llops(case.p, case.M, constants=False, tied=False, qk_norm=False)
     if case.kernel in ("llops", "llops_bidirectional"):
         return llops(case.p, case.M, squared=case.normalize == "sum")
     return taylor() if case.kernel == "taylor" else None
