@@ -165,7 +165,7 @@ def test_calls_that_kernels_are_not_made_for_fall_back_without_a_word(devices, o
 def test_other_calls_fall_back_aloud(devices, options, reason, present):
     """The warning names the line of the caller."""
     present(**devices)
-    f = functools.partial(call, "causal", **options)
+    f = functools.partial(call, "bidirectional", **options)
     with pytest.warns(UserWarning, match=f"{reason}.*; trying xla") as caught:
         jaxpr = jax.make_jaxpr(f)(*inputs())
     assert caught[0].filename == __file__
