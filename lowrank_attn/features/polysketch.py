@@ -51,7 +51,9 @@ def polysketch(sketch_size: int = 16, degree: int = 4, qk_norm: bool = True) -> 
 
     G and G' are independent N(0, 1) matrices, S_n and S'_n sketches of independent draws, so that
     E (S q) . (S k) = (q . k)^(p/2) and every score is the square ((S q) . (S k))^2. Queries and
-    keys share all draws and the norm.
+    keys share all draws and the norm. Features are signed: rounded ones have scores that miss the
+    square by up to epsilon |phi(q)| |phi(k)|, epsilon 2^-7 in bfloat16, and where it is smaller
+    than that can be negative.
 
     Trainable leaves with qk_norm: `gain` [H, D] and `b` [H, D], initialised 1 and 0. Constants:
     `G1` [H, p/2, D, r] and for l = 2, 3, ... `Gl` [H, p/2^l, r, r].
@@ -111,7 +113,7 @@ def polysketch_learned(
 
     Each branch f is a chain of levels Dense(r) . gelu . Dense(expansion r) . LayerNorm, without
     biases in the Dense layers. Queries and keys share all parameters. |S_i| is below sqrt(r), so
-    scores are between 0 and r^4.
+    scores are between 0 and r^4, but for the rounding that `polysketch` describes.
 
     Trainable leaves, for level l = 1, 2, ... and D_l its input size (D, then r); the axis of 2 is
     the branch: `gainl` and `bl` [H, 2, D_l], initialised 1 and 0, `upl` [H, 2, D_l, expansion r]
