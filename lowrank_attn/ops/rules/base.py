@@ -142,6 +142,18 @@ def running_sum(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(row >= column, x[None, :], 0), axis=1, keepdims=True)
 
 
+def as_column(x: jax.Array) -> jax.Array:
+    """Turn x [C] into a column [C, 1].
+
+    The gradient of `x[:, None]` turns a column into a row, which TPU v4 cannot do inside a block;
+    that of this form sums over rows.
+    """
+    C = x.shape[0]
+    row = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
+    column = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+    return jnp.sum(jnp.where(row == column, x[None, :], 0), axis=1, keepdims=True)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """Matrix product a . b over one axis of each, accumulated and returned in float32.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.ops.rules.additive import additive
-from lowrank_attn.ops.rules.base import Rule, dot, visibility
+from lowrank_attn.ops.rules.base import Rule, as_column, dot, visibility
 from lowrank_attn.ops.rules.halving import unit_lower_inverse
 
 
@@ -36,7 +36,7 @@ def corrections(key_scores: jax.Array, seen: jax.Array, v: jax.Array, beta: jax.
         [C, P] in the dtype of v.
     """
     C = v.shape[0]
-    beta = beta.astype(jnp.float32)[:, None]
+    beta = as_column(beta.astype(jnp.float32))
     earlier = 1 - visibility(C, None).pairs.T
     inverse = unit_lower_inverse(beta * earlier * key_scores)
     return dot(inverse, beta * (v.astype(jnp.float32) - seen), (1, 0)).astype(v.dtype)
