@@ -196,7 +196,9 @@ def test_what_has_no_form_is_refused_with_the_reason(name):
     q, k, v = inputs()
     with pytest.raises(ValueError, match="causal=True, but this kernel has no causal form: .*late"):
         run(name, q, k, v, True)
-    with pytest.raises(NotImplementedError, match="segment_ids is given, but .*row.* mask"):
+    with pytest.raises(
+        NotImplementedError, match="segment_ids is given, but .*whole row.*one document"
+    ):
         run(name, q, k, v, segment_ids=jnp.zeros((B, T), int))
 
 

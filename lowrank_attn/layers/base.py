@@ -50,7 +50,7 @@ class AttentionMethod(NamedTuple):
         if segment_ids is not None and self.no_segments:
             raise NotImplementedError(
                 f"segment_ids is given, but this kernel cannot keep packed documents apart: "
-                f"{self.no_segments}. Put one document into each row, with a mask."
+                f"{self.no_segments}. Put one document into each row."
             )
         check_arrays(q, k, v, causal, mask, segment_ids)
         return self.apply(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)

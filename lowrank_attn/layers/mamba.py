@@ -90,9 +90,9 @@ def mamba(state_size: int = 16, conv_size: int = 4, dt_rank: int | None = None) 
         B, T = q.shape[:2]
         real = jnp.ones((B, T), bool) if mask is None else mask.astype(bool)
         segment = jnp.zeros((B, T), int) if segment_ids is None else segment_numbers(segment_ids)
-        tokens = (v, real, segment)
+        tokens = [v, real, segment]
         if not causal:  # both directions at once, as one batch
-            tokens = tuple(jnp.concatenate([x, jnp.flip(x, 1)]) for x in tokens)
+            tokens = [jnp.concatenate([x, jnp.flip(x, 1)]) for x in tokens]
         y = _scan_tokens(params, *tokens)
         if not causal:
             y = y[:B] + jnp.flip(y[B:], 1)

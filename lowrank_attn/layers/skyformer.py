@@ -88,7 +88,7 @@ def skyformer(
         init=init,
         apply=apply,
         no_causal="all queries read the rows that were sampled, early and late ones",
-        no_segments="rows are sampled from the whole row of the batch",
+        no_segments="tokens are sampled from the whole row",
     )
 
 
