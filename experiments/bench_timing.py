@@ -1,6 +1,8 @@
 """How `experiments.bench` compiles, compares and times one call."""
 
 import functools
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -115,18 +117,18 @@ def milliseconds(it: Ready, sets: list, repeats: int) -> tuple[float, float]:
     return float(np.median(times)), max(times) - min(times)
 
 
-def kernel_milliseconds(it: Ready, inputs) -> float | None:
-    """Median time that the kernels of one call take on an NVIDIA GPU; None elsewhere."""
+def kernel_milliseconds(it: Ready, inputs, calls: int = 5) -> float | None:
+    """Time that the kernels of one call take on a GPU, a mean over calls; None elsewhere."""
     if jax.default_backend() != "gpu":
         return None
-    from jax.experimental.mosaic.gpu import profiler
-
-    try:
-        times = [profiler.measure(it.call)(inputs)[1] for _ in range(5)]
-    except RuntimeError as e:
-        logging.warning("no kernel times: %s", e)
-        return None
-    return float(np.median([ms for ms in times if ms is not None]))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            it.wait([it.call(inputs) for _ in range(calls)])
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines]
+        total = sum(e.duration_ns for line in lines if "Stream" in line.name for e in line.events)
+    return total / calls / 1e6
 
 
 def peaks() -> tuple[float, float]:
