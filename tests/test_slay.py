@@ -22,11 +22,12 @@ GOLDEN = Path(__file__).parent / "golden"
 T, D, H = 12, 16, 2
 PAPER = {"frequencies": "iid", "scaled": False}
 # Options, and the tolerances of outputs and gradients where they differ from 1e-6 and 3e-6: small
-# or signed denominators amplify the rounding of the features.
+# or signed denominators amplify the rounding of the features, for `nystrom` (down to 2e-4) also
+# that of the whitening, which is ours, in float32.
 FILES = {
     "anchor": ({}, 1e-6, 3e-6),  # `slay_paper`
     "exact_poly": ({"polynomial": "exact", "num_random": 3}, 1e-5, 2e-5),
-    "nystrom": ({"polynomial": "nystrom", "num_anchors": 6, "num_random": 8}, 1e-6, 3e-6),
+    "nystrom": ({"polynomial": "nystrom", "num_anchors": 6, "num_random": 8}, 5e-6, 1e-5),
     "tensorsketch": ({"polynomial": "tensorsketch", "num_anchors": 6, "num_random": 8}, 1e-6, 3e-6),
     "rm": ({"polynomial": "random_maclaurin", "num_anchors": 6, "num_random": 8}, 5e-5, 1e-4),
     "laplace": ({"laplace_only": True, "num_random": 32}, 1e-6, 3e-6),
