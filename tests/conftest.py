@@ -1,4 +1,10 @@
-"""Settings and tolerances that all tests share."""
+"""Settings and tolerances that all tests share, and the record of how far methods are off.
+
+`pytest -m oracle --oracle_errors=FILE.json` writes the largest relative errors of the tests that
+compare a method with code of others or with a formula or loop in float64, their oracle.
+"""
+
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +16,61 @@ from toy_run import ToyConfig, pretrain_only, run_toy
 # place (6e-8) of their largest partial sum; 2e-5 of the tensor's maximum leaves room for partial
 # sums that are larger than the result, and none for a lower precision (bfloat16 would be 4e-3).
 FLOAT32_TOLERANCE = 2e-5
+
+
+# The relative errors that the running test has compared.
+_errors: list[float] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--oracle_errors", help="JSON file to write: method -> oracle -> error")
+
+
+def pytest_configure(config):
+    if config.getoption("--oracle_errors") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ErrorReport(config.getoption("--oracle_errors")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Hand the largest error of a test marked `oracle` to the report, also from a worker."""
+    _errors.clear()
+    result = yield
+    for mark in item.iter_markers("oracle"):
+        assert _errors, "the test is marked `oracle`, but has recorded no error"
+        for method in mark.args:
+            entry = (method, mark.kwargs["source"], max(_errors))
+            item.user_properties.append(("oracle", entry))
+    return result
+
+
+class ErrorReport:
+    """Collects the errors of passed tests and writes them when the session ends."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.errors: dict[str, dict[str, float]] = {}
+
+    def pytest_runtest_logreport(self, report):
+        for kind, entry in report.user_properties:
+            if report.when == "call" and report.passed and kind == "oracle":
+                method, source, error = entry
+                oracles = self.errors.setdefault(method, {})
+                oracles[source] = max(error, oracles.get(source, 0.0))
+
+    def pytest_sessionfinish(self):
+        rounded = {
+            method: {source: float(f"{error:.2g}") for source, error in oracles.items()}
+            for method, oracles in self.errors.items()
+        }
+        with open(self.path, "w") as file:
+            json.dump(rounded, file, indent=1, sort_keys=True)
+            file.write("\n")
+
+
+def record_error(error: float) -> None:
+    """Note a relative error of the running test, for the report."""
+    _errors.append(float(error))
 
 
 def relative_error(found: jax.Array, expected: jax.Array) -> float:
@@ -26,6 +87,7 @@ def assert_close(found, expected, tolerance: float = FLOAT32_TOLERANCE) -> None:
     assert [path for path, _ in found] == [path for path, _ in expected]
     for (path, f), (_, e) in zip(found, expected):
         error = relative_error(f, e)
+        record_error(error)
         assert error <= tolerance, f"{jax.tree_util.keystr(path)}: {error:.2e} > {tolerance:.0e}"
 
 

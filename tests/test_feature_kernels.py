@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_close
 
 from lowrank_attn.features.elu import elu
 from lowrank_attn.features.taylor import taylor
@@ -27,13 +28,6 @@ def rows(seed=1, shape=(T, D), dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
-def assert_close(got, expected, tolerance):
-    """Compare at a tolerance relative to the largest expected value."""
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.max(np.abs(got - expected)) <= tolerance * np.max(np.abs(expected))
-
-
 def linear_attention(phi_q, phi_k, v, *, causal, delta):
     """The quadratic form of linear attention with a plain sum, [B, T, H, X] arrays."""
     scores = jnp.einsum("bthm,bshm->bhts", phi_q, phi_k)
@@ -43,6 +37,7 @@ def linear_attention(phi_q, phi_k, v, *, causal, delta):
     return y / (jnp.einsum("bhts->bth", scores)[..., None] + delta)
 
 
+@pytest.mark.oracle("taylor", source="HazyResearch/based")
 def test_golden_taylor():
     golden = np.load(GOLDEN / "taylor_attention.npz")
     phi = taylor().apply({}, jnp.asarray(golden["map.x"], jnp.float32), is_query=True)
@@ -50,6 +45,7 @@ def test_golden_taylor():
     check_golden(golden, taylor(), {}, causal=True, delta=1e-12)
 
 
+@pytest.mark.oracle("elu", source="idiap/fast-transformers")
 @pytest.mark.parametrize("case", ["causal", "full"])
 def test_golden_elu(case):
     golden = np.load(GOLDEN / "elu_linear.npz")

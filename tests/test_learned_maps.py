@@ -58,6 +58,7 @@ def attention(feature_map, case, normalize):
     return attend
 
 
+@pytest.mark.oracle("hedgehog", source="HazyResearch/lolcats")
 @cases
 @pytest.mark.parametrize("activation", ["softmax", "exp"])
 def test_golden_hedgehog(activation, case):
@@ -88,6 +89,7 @@ def polysketch_params(golden):
     return {"G1": jnp.broadcast_to(G, (2, *G.shape))}
 
 
+@pytest.mark.oracle("polysketch", source="google-research/polysketchformer")
 @cases
 def test_golden_polysketch(case):
     golden = load("polysketch_random")
@@ -98,6 +100,7 @@ def test_golden_polysketch(case):
     check(golden, case, attention(feature_map, case, "sum_plus_one"), params)
 
 
+@pytest.mark.oracle("polysketch_mixed", source="google-research/polysketchformer")
 def test_golden_polysketch_with_exact_blocks():
     golden = load("polysketch_random")
     method = polysketch_mixed(sketch_size=6, block_size=10, qk_norm=False)
@@ -108,6 +111,7 @@ def test_golden_polysketch_with_exact_blocks():
     check(golden, "mixed_causal", attend, polysketch_params(golden))
 
 
+@pytest.mark.oracle("polysketch_learned", source="google-research/polysketchformer")
 @cases
 def test_golden_polysketch_learned(case):
     golden = load("polysketch_learned")
@@ -145,6 +149,7 @@ def test_polysketch_is_unbiased(degree):
     assert abs(scores.mean() - expected) < 5 * sigma < 0.5 * expected
 
 
+@pytest.mark.oracle("mlp", source="formula in float64")
 def test_mlp_is_two_layers():
     feature_map = mlp(num_features=7, num_hidden=5)
     params = feature_map.init(jax.random.key(0), 6, 1)[0]
@@ -161,6 +166,7 @@ def test_mlp_is_two_layers():
         assert_close(feature_map.apply(params, x, is_query=is_query), expected, OUTPUT)
 
 
+@pytest.mark.oracle("focused", source="LeapLabTHU/FLatten-Transformer")
 def test_golden_focused_map():
     """The public norms run over all channels, as ours do with a single head."""
     golden = load("flatten")
@@ -186,6 +192,7 @@ def joined(x):
     return x.reshape(*x.shape[:2], -1)
 
 
+@pytest.mark.oracle("flatten", source="LeapLabTHU/FLatten-Transformer")
 def test_golden_flatten():
     golden = load("flatten")
     params, *qkv = image_inputs(golden)
@@ -206,6 +213,7 @@ def test_golden_flatten():
         assert_close(joined(gradient), golden[f"core.d_{name}"], GRADIENT)
 
 
+@pytest.mark.oracle("polaformer", source="ZacharyMeng/PolaFormer")
 def test_golden_polaformer():
     golden = load("polaformer")
     params, *qkv = image_inputs(golden)

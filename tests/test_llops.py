@@ -18,8 +18,17 @@ def unit_params(feature_map, D=D, H=1, seed=0):
 
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("constants", [False, True])
+@pytest.mark.parametrize(
+    ("constants", "tied"),
+    [
+        pytest.param(True, True, marks=pytest.mark.oracle("llops", source="loop in float64")),
+        (True, False),
+        (False, True),
+        pytest.param(
+            False, False, marks=pytest.mark.oracle("llops_paper", source="loop in float64")
+        ),
+    ],
+)
 def test_features_are_the_sum_of_products(constants, tied, rank, squared):
     """The formula of the docstring, by loops in float64."""
     p, m, scale = 3, 7, 0.7

@@ -149,6 +149,7 @@ def test_bfloat16(name):
     assert_close(y, exact, 3 * 2.0**-8)
 
 
+@pytest.mark.oracle("sliding_window", source="formula in float64")
 @pytest.mark.parametrize(
     ("window", "length", "causal"),
     [(5, 150, False), (5, 150, True), (70, 150, False), (500, 3, True)],
@@ -179,6 +180,25 @@ def test_sliding_window_gradients_are_those_of_softmax():
         return jax.jit(jax.grad(total, (0, 1, 2)))(q, k, v)
 
     assert_close(gradients(sliding_window(T)), gradients(softmax("xla")))
+
+
+@pytest.mark.oracle("window_linear", source="formula in float64")
+@pytest.mark.parametrize("causal", [False, True])
+def test_window_linear_is_softmax_in_a_band_and_all_of_elu(causal):
+    """Mixed by the gate of each head."""
+    q, k, v = (np.asarray(x, np.float64) for x in inputs())
+    t, s = np.arange(T)[:, None], np.arange(T)
+    visible = (s <= t) | (not causal)
+    phi_q, phi_k = (np.where(x < 0, np.exp(np.minimum(x, 0)), x + 1) for x in (q, k))
+
+    def attend(scores):
+        return np.einsum("bhts,bshp->bthp", scores / scores.sum(-1, keepdims=True), v)
+
+    near = np.exp(np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D)) * (abs(t - s) <= 5) * visible
+    linear = np.einsum("bthd,bshd->bhts", phi_q, phi_k) * visible
+    gate = 1 / (1 + np.exp(-np.asarray(params_of("window_linear")["gate"], np.float64)))[:, None]
+    expected = gate * attend(near) + (1 - gate) * attend(linear)
+    assert_close(run("window_linear", *inputs(), causal), expected, 1e-5)
 
 
 def test_window_linear_mixes_by_its_gate():

@@ -40,6 +40,7 @@ def check(golden, attention, inputs):
         assert_close({name: gradient}, {name: golden(f"d_{name}")}, 3e-6)
 
 
+@pytest.mark.oracle("nystromformer", source="transformers 5.24.0")
 @pytest.mark.parametrize("prefix", ["no_conv", "conv"])
 def test_nystromformer(prefix):
     golden = Golden("nystromformer", prefix)
@@ -57,6 +58,7 @@ def test_nystromformer(prefix):
         assert_close(alone, golden("y_first_example_alone"), 1e-6)
 
 
+@pytest.mark.oracle("skyformer", source="pkuzengqi/Skyformer")
 @pytest.mark.parametrize("prefix", ["full", "masked"])
 def test_skyformer(prefix):
     """Public code draws rows for each example; here each example is a group of heads with its own.
@@ -83,6 +85,7 @@ def test_skyformer(prefix):
     check(golden, attention, {n: golden(n) for n in "qkv"})
 
 
+@pytest.mark.oracle("linformer", source="linformer 0.2.3")
 @pytest.mark.parametrize("prefix", ["separate", "shared_kv", "one_kv_head"])
 def test_linformer(prefix):
     golden = Golden("linformer", prefix)
@@ -109,6 +112,7 @@ def test_linformer(prefix):
     check(golden, attention, {"x": golden("x")} | {n: golden(n) for n in names})
 
 
+@pytest.mark.oracle("reformer", source="transformers 5.24.0")
 @pytest.mark.parametrize("prefix", ["causal", "full"])
 def test_reformer(prefix):
     golden = Golden("reformer", prefix)
@@ -122,6 +126,7 @@ def test_reformer(prefix):
     check(golden, attention, {"qk": golden("qk"), "v": golden("v")})
 
 
+@pytest.mark.oracle("mamba", source="transformers 5.24.0")
 def test_mamba_in_a_language_model():
     """The public model around it: RMSNorm, residual, tied embedding; loss and gradients."""
     arrays = np.load(GOLDEN / "mamba_lm.npz")

@@ -51,6 +51,7 @@ def denominator(case, golden):
     return {"epsilon": 1e-30, "initial_state": state}
 
 
+@pytest.mark.oracle("favor_relu", source="performer-pytorch 1.1.4")
 @causal_and_full
 def test_golden_favor_relu(case):
     golden = np.load(GOLDEN / "favor.npz")
@@ -58,6 +59,7 @@ def test_golden_favor_relu(case):
     check_golden(golden, f"relu.{case}", features, params, **denominator(case, golden))
 
 
+@pytest.mark.oracle("favor", source="performer-pytorch 1.1.4")
 @causal_and_full
 def test_golden_favor_given_the_maximum_of_the_sequence(case):
     """With the exponentials rescaled as in public code before epsilon is added.
@@ -123,13 +125,22 @@ def test_large_heads_stay_finite():
     assert jnp.all(jnp.isfinite(y))
 
 
+@pytest.mark.oracle("cosformer", source="OpenNLPLab/cosFormer")
 @causal_and_full
 def test_golden_cosformer(case):
     golden = np.load(GOLDEN / "cosformer.npz")
     check_golden(golden, case, cosformer(horizon=50), {}, epsilon=1e-12)
 
 
-@pytest.mark.parametrize("feature_map", [relu(), cosformer(horizon=12)])
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        pytest.param(relu(), marks=pytest.mark.oracle("relu", source="loop in float64")),
+        pytest.param(
+            cosformer(horizon=12), marks=pytest.mark.oracle("cosformer", source="loop in float64")
+        ),
+    ],
+)
 def test_the_kernel_by_a_loop(feature_map):
     """Also beyond the horizon, where positions stand still."""
     x, y = (np.asarray(normal(i, 1, 20, 1, 6), np.float64) for i in (0, 1))

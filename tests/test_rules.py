@@ -43,7 +43,13 @@ def run(rule, implementation, x, S0=None, chunk_size=16):
     return y, state.S
 
 
-@pytest.mark.parametrize("name", FILES)
+def oracle(rule):
+    return pytest.mark.oracle(rule, source="fla-core 0.6.0")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(file, marks=oracle(rule)) for file, rule in FILES.items()]
+)
 def test_golden(name):
     golden, rule = load(name), FILES[name]
     inputs = ("q", "k", "v", "S0", *ops.RULES[rule].gates)
@@ -63,6 +69,7 @@ def test_golden(name):
     assert_close(grads, expected, GOLDEN_TOLERANCE)
 
 
+@oracle("retention")
 def test_golden_retention():
     """Its decays are those that a layer with rule='retention' has."""
     golden = load("retention")

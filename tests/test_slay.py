@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import assert_close
 
 from lowrank_attn.features.slay import slay, slay_paper
 from lowrank_attn.features.slay_draws import FREQUENCIES, draw_frequencies
@@ -50,13 +51,6 @@ def rows(seed=1, shape=(T, D), dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
-def assert_close(got, expected, tolerance):
-    """Compare at a tolerance relative to the largest expected value."""
-    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    assert got.shape == expected.shape
-    assert np.max(np.abs(got - expected)) <= tolerance * np.max(np.abs(expected))
-
-
 def golden_constants(golden, feature_map):
     """The constants of our map, in which the golden draws replace the random ones."""
     constant = dict(draw(feature_map, D=golden["q"].shape[-1]))
@@ -77,7 +71,12 @@ def golden_constants(golden, feature_map):
     return constant
 
 
-@pytest.mark.parametrize("name", FILES)
+def oracle(file):
+    name = "slay_paper" if file == "anchor" else "slay"
+    return pytest.mark.oracle(name, source="mlnomadpy/slay")
+
+
+@pytest.mark.parametrize("name", [pytest.param(file, marks=oracle(file)) for file in FILES])
 def test_golden(name, monkeypatch):
     """Products of features, causal outputs, and gradients of q, k and v."""
     # All draws are replaced, so they need not be drawn, which saves their compilation.
