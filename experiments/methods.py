@@ -41,11 +41,12 @@ EXPLANATION = f"""\
 Sizes are those of one head of D = {D} with default options: M features, and trained parameters
 (+ constants, which are drawn once). *Forms*: C causal, F full (bidirectional), D decoding with a
 state, P packed documents (`segment_ids`). *Scores*: never negative or signed, and the default
-normaliser. `xla` computes everything; *TPU* and *GPU* say what `pallas_tpu` and `pallas_gpu` do at
-this size: `fused` maps inside their kernels, `ready` takes features that XLA has computed, – leaves
-it to `xla`. *Oracle*: code of others, or a formula or loop in float64, that a test compares with,
-and the largest relative difference of outputs (and of gradients, where the test has them) that it
-measured, float32 on a CPU; where it is a mean of draws, the difference is mostly their spread.
+normaliser. `xla` computes everything; *TPU* and *GPU* say what `pallas_tpu` and `pallas_gpu` do
+with one document of this size: `fused` maps inside their kernels, `ready` takes features that XLA
+has computed, – leaves it to `xla`. *Oracle*: code of others (`tests/golden/README.md`), or a
+formula or loop in float64, that a test compares with, and the largest relative difference of
+outputs (and of gradients, where the test has them), float32 on a CPU. Rules are shown with the map
+`{RULE_KERNEL}`.
 
 """
 
@@ -134,7 +135,8 @@ def captures_arrays(kernel: FeatureMap, params: Mapping[str, jax.Array]) -> bool
         return kernel.apply(params, x, is_query=True, positions=positions)
 
     head = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in params.items()}
-    x, positions = jax.ShapeDtypeStruct((16, D), jnp.bfloat16), jax.ShapeDtypeStruct((16,), int)
+    x = jax.ShapeDtypeStruct((16, D), jnp.bfloat16)
+    positions = jax.ShapeDtypeStruct((16,), jnp.int32)
     return bool(jax.make_jaxpr(apply)(head, x, positions).consts)
 
 
@@ -228,7 +230,7 @@ def tables(errors: Mapping[str, Mapping[str, float]]) -> str:
         warnings.filterwarnings("ignore", "slay_auto")  # that uniform attention is as good
         for header, (registry, row) in TABLES.items():
             rows = [" | ".join(row(name, errors.get(name, {}))) for name in registry]
-            ruler = "|".join(["---"] * len(header.split(" | ")))
+            ruler = " | ".join("---" for _ in header.split(" | "))
             text += "\n".join(f"| {line} |" for line in [header, ruler, *rows]) + "\n\n"
     return text
 

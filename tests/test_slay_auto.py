@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import record_error
+from conftest import assert_close, normal
 
 from lowrank_attn.features import cosine_histogram, plan_slay, slay_auto, slay_paper
 from lowrank_attn.features.slay_auto import block_features, draw_block
@@ -14,7 +14,6 @@ from lowrank_attn.features.slay_plan import Block
 T, D, DRAWS = 256, 32, 6
 
 
-@pytest.mark.oracle("slay_auto", source="means of 4,000 draws")
 @pytest.mark.parametrize("family", ["prf", "pair", "pair4", "hadamard", "quadratic"])
 def test_moments_are_those_of_the_features(family):
     """Means and second moments of one feature (or one rotation) over 4,000 draws, D = 8.
@@ -37,10 +36,38 @@ def test_moments_are_those_of_the_features(family):
     draws = np.asarray(scores(params), np.float64) / 0.7
     for power, value in zip((1, 2), expected):
         standard_error = (draws**power).std(0) / np.sqrt(len(draws))
-        difference = np.abs((draws**power).mean(0) - value)
-        record_error(np.max(difference) / np.max(value))
-        assert np.all(difference <= 5 * standard_error)
+        assert np.all(np.abs((draws**power).mean(0) - value) <= 5 * standard_error)
         assert np.all(standard_error <= 0.4 * np.max(value))
+
+
+@pytest.mark.oracle("slay_auto", source="formula in float64")
+@pytest.mark.parametrize("family", ["const", "prf", "pair", "pair4", "hadamard", "quadratic"])
+def test_scores_are_the_formula_for_the_draws(family):
+    """What each feature multiplies; the test above is for what is drawn."""
+    weight, rank = 0.7, 2 if family == "quadratic" else 0
+    s = 0.0 if family in ("const", "quadratic") else 0.3
+    block = Block(family, s, weight, 5 if s else 0, rank)
+    params = {n: x[0] for n, x in draw_block(jax.random.key(1), block, 8, 1).items()}
+    rows = [unit(np.asarray(normal(seed, 6, 8))) for seed in (2, 3)]
+    found = [np.asarray(block_features(params, block, x), np.float64) for x in rows]
+
+    params = {n: np.asarray(x, np.float64) for n, x in params.items()}
+    expected = np.full((6, 6), 0.0 if s else weight)
+    for t, r in np.ndindex(6, 6):
+        q, k = rows[0][t].astype(np.float64), rows[1][r].astype(np.float64)
+        for i in range(block.num_random):
+            exponents = [params["omega"][i] @ x for x in (q, k)]
+            term = np.exp(sum(exponents) + 2 * params["offset"][i])
+            if "pair" in family:
+                cosines = [params["anchors"][i] @ x for x in (q, k)]
+                term *= np.prod(cosines) ** (4 if family == "pair4" else 2)
+            if family == "hadamard":
+                term *= np.prod(exponents) ** 2
+            expected[t, r] += term
+        if rank:
+            q, k = (params["rotation"] @ x for x in (q, k))
+            expected[t, r] *= sum((q[i::4] @ k[i::4]) ** 2 for i in range(4))
+    assert_close(found[0] @ found[1].T, expected, 2e-6)
 
 
 def unit(x):
