@@ -121,7 +121,7 @@ def test_blocks_need_the_same_tokens_and_halves_an_even_size():
     q, k = normal(0, B, T, H, D), normal(1, B, T, H, D)
     method = polysketch_mixed()
     params = method.init(jax.random.key(0), D, H)
-    with pytest.raises(ValueError, match="k has 5 tokens, expected 11 as in q"):
+    with pytest.raises(ValueError, match="q has 11 tokens and k has 5, expected the same tokens"):
         method.apply(params[0] | params[1], q, k[:, :5], k[:, :5], causal=False)
     with pytest.raises(ValueError, match="v has head size 3, expected an even one"):
         polaformer().apply({}, q, k, k[..., :3], causal=False)

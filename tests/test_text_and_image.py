@@ -149,9 +149,10 @@ def test_wrong_task_options_are_named(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_in_buckets_and_going_on(tmp_path, capsys):
-    """Reviews of three sizes; stopped after half of the steps, the loss curve is the same."""
-    write_reviews(tmp_path / "data", 80)
+    """Reviews of two sizes; stopped after half of the steps, the loss curve is the same."""
+    write_reviews(tmp_path / "data", 40)
     arguments = [
         "lra", "--task=text", f"--data_dir={tmp_path / 'data'}", "--preset=quick", "--steps=8",
         f"--cache_dir={tmp_path / 'cache'}", "--batch_size=4", "--eval_every=4", "--width=16",

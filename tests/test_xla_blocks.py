@@ -25,7 +25,7 @@ def all_at_once(monkeypatch):
 @pytest.mark.parametrize("case", ["plain", "sum_packed_padded_grouped"])
 def test_it_matches_the_reference(case, rule):
     trained, fixed = test_ops.inputs(case)
-    trained["gates"] = test_ops.GATES[rule] or {}
+    trained["gates"] = test_ops.gates_of(rule)
     found, expected = (
         test_ops.value_and_grads(
             functools.partial(ops.causal, implementation=name), trained, rule=rule, **fixed
