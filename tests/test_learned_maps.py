@@ -38,13 +38,16 @@ def value_and_pull(function, w, *arguments):
     return y, vjp(float32(w))
 
 
-def check(golden, prefix, attention, params, output=OUTPUT):
-    """Compare outputs and gradients of q, k and v; return the gradient of the parameters."""
+def check(golden, prefix, attention, params, roundings=1):
+    """Compare outputs and gradients of q, k and v; return the gradient of the parameters.
+
+    `roundings` is how many times the usual rounding the scores carry.
+    """
     q, k, v = (float32(golden[name]) for name in "qkv")
     y, (d_params, *gradients) = value_and_pull(attention, golden["w"], params, q, k, v)
-    assert_close(y, golden[f"{prefix}.y"], output)
+    assert_close(y, golden[f"{prefix}.y"], roundings * OUTPUT)
     for name, gradient in zip("qkv", gradients, strict=True):
-        assert_close(gradient, golden[f"{prefix}.d_{name}"], GRADIENT)
+        assert_close(gradient, golden[f"{prefix}.d_{name}"], roundings * GRADIENT)
     return d_params
 
 
@@ -128,12 +131,13 @@ def test_golden_polysketch_learned(case):
 
     params = {name: jnp.stack([float32(x)] * 2) for name, x in all_leaves("").items()}
     feature_map = polysketch_learned(sketch_size=6)
-    # A score is the fourth power of what comes out of four matrix products and two norms.
+    # a score is the fourth power of what comes out of four matrix products and two norms, where the
+    # tolerances were set for products of two or three roundings: three times as many
     attend = attention(feature_map, case, "sum_plus_one")
-    d_params = check(golden, case, attend, params, output=3e-6)
+    d_params = check(golden, case, attend, params, roundings=3)
     if case == "causal":  # the public parameters are shared by the heads
         d_params = {name: jnp.sum(x, axis=0) for name, x in d_params.items()}
-        assert_close(d_params, all_leaves("causal.d_"), GRADIENT)
+        assert_close(d_params, all_leaves("causal.d_"), 3 * GRADIENT)
 
 
 @pytest.mark.parametrize("degree", [4, 8])
