@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lowrank_attn import ops
@@ -174,7 +175,7 @@ def log_decays(T, H, strongest):
     return g.at[:, T // 2].set(pallas_gpu.LOG_OF_NOTHING)
 
 
-@needs_kernels
+@needs_gpu_interpreter
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("variant", ["plain", "denominator", "decay", "parts"])
 def test_interpreted_scan_matches_quadratic_form(reverse, variant):
@@ -217,7 +218,7 @@ def test_gradients_are_scans(monkeypatch, normalize, decay):
     assert_close(got, want, 8e-3)
 
 
-@needs_kernels
+@needs_gpu_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "normalize,options,every",

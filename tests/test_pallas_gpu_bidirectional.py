@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_pallas_gpu import assert_close, inputs, needs_gpu, needs_kernels, with_gradients
 
@@ -40,7 +41,7 @@ def reference(features, normalize, mask, q, k, v, params, state):
     )  # fmt: skip
 
 
-@needs_kernels
+@needs_gpu_interpreter
 @pytest.mark.parametrize("B,T,H,G,K,V", [(1, 104, 1, 2, 64, 64), (1, 72, 2, 1, 256, 192)])
 def test_interpreted_products(B, T, H, G, K, V):
     """The last tile is ragged; S rounds to bfloat16 on its way in and y on its way out."""
@@ -58,7 +59,7 @@ def test_interpreted_products(B, T, H, G, K, V):
     assert_close(read(q, S, interpret), want, 4e-3)
 
 
-@needs_kernels
+@needs_gpu_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "normalize,options,masked",
@@ -79,7 +80,7 @@ def test_interpreted_attention_and_gradients(normalize, options, masked):
     assert_close(got[1], want[1], GRADIENT_TOLERANCE)
 
 
-@needs_kernels
+@needs_gpu_interpreter
 @pytest.mark.slow
 def test_masked_keys_may_be_anything():
     """Infinite keys and values at padding reach neither the outputs nor the state."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import needs_gpu_interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lowrank_attn.ops.pallas_gpu_feature_gradients import factor_gradients, feature_gradients
@@ -75,7 +76,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.skipif(not HAS_KERNELS, reason="Mosaic GPU kernels need jax >= 0.11")
+@needs_gpu_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("options,form", SHAPES)
 def test_interpreted(options, form):
