@@ -75,8 +75,8 @@ def record_error(error: float) -> None:
     _errors.append(float(error))
 
 
-# Each warpgroup of an interpreted Mosaic GPU kernel waits in a thread of XLA's pool, which has one per
-# core: with fewer cores than such threads it was seen to wait for ever (jax 0.12, two cores).
+# Each warpgroup of an interpreted Mosaic GPU kernel waits in a thread of XLA's pool, which has one
+# per core: with fewer cores than such threads it was seen to wait for ever (jax 0.12, two cores).
 needs_gpu_interpreter = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams") or (os.cpu_count() or 1) < 8,
     reason="interpreting Mosaic GPU kernels needs jax >= 0.11 and 8 cores",
