@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_attn.features.base import FeatureMap, Params
+from lowrank_attn.features.orthogonal import draw_orthogonal
 
 # Exponents of keys stay below this, so that sums of e^28 = 1e12 of them stay finite in float32.
 _LARGEST_EXPONENT = 60.0
@@ -106,13 +107,7 @@ def _check(num_features, epsilon):
 
 def _init(num_features):
     def init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
-        direction_key, length_key = jax.random.split(key)
-        blocks = -(-num_features // D)
-        q, r = jnp.linalg.qr(jax.random.normal(direction_key, (H, blocks, D, D)))
-        # With the signs of r's diagonal taken out, q is uniform over the orthogonal matrices.
-        q = q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[..., None, :]
-        direction = q.reshape(H, blocks * D, D)[:, :num_features]
-        length = jnp.linalg.norm(jax.random.normal(length_key, direction.shape), axis=-1)
+        direction, length = draw_orthogonal(key, (H, num_features, D))
         return {}, {"projection": direction * length[..., None]}
 
     return init

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_attn.features.orthogonal import draw_orthogonal
 from lowrank_attn.features.unit_rows import unit_rows
 
 FREQUENCIES = ("iid", "orthogonal", "antithetic", "oprf")
@@ -12,24 +13,8 @@ FREQUENCIES = ("iid", "orthogonal", "antithetic", "oprf")
 def draw_directions(key: jax.Array, shape: tuple[int, ...], orthogonal: bool) -> jax.Array:
     """Uniform unit vectors [..., n, D]; blocks of D of them are orthogonal if asked for."""
     if orthogonal:
-        return _orthogonal(key, shape)[0]
+        return draw_orthogonal(key, shape)[0]
     return unit_rows(jax.random.normal(key, shape))
-
-
-def _orthogonal(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Directions [..., n, D] in orthogonal blocks of D, and lengths of Gaussian vectors [..., n].
-
-    The orthogonal factor of a Gaussian matrix is independent of the triangular one, and so of the
-    norms of the columns.
-    """
-    *lead, n, D = shape
-    blocks = -(-n // D)
-    gaussian = jax.random.normal(key, (*lead, blocks, D, D))
-    q, r = jnp.linalg.qr(gaussian)
-    # With the signs of r's diagonal taken out, q is uniform over the orthogonal matrices.
-    q = q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)[..., None, :]
-    lengths = jnp.linalg.norm(gaussian, axis=-2).reshape(*lead, blocks * D)
-    return q.reshape(*lead, blocks * D, D)[..., :n, :], lengths[..., :n]
 
 
 def draw_frequencies(
@@ -67,7 +52,7 @@ def draw_frequencies(
     if kind == "iid":
         g = jax.random.normal(key, drawn)
     else:
-        direction, length = _orthogonal(key, drawn)
+        direction, length = draw_orthogonal(key, drawn)
         g = direction * length[..., None]
     if kind == "antithetic":
         g = jnp.concatenate([g, -g], axis=-2)[..., :n, :]
