@@ -61,6 +61,14 @@ def load(
         ]
         for part in ("train", "test")
     }
+    for part, found in paths.items():
+        if not found:
+            raise DataError(
+                f"aclImdb's {part} part has no reviews",
+                tried=[folder / part / name for name in _CLASSES],
+                expected="ID_RATING.txt files",
+                remedy=_REMEDY,
+            )
     names = hashlib.sha256()
     for part in paths.values():
         for path, _ in part:
@@ -97,10 +105,6 @@ def encode(text: bytes) -> np.ndarray:
 
 
 def _read(paths, progress):
-    if not paths:
-        raise DataError(
-            "a part of aclImdb has no reviews", tried=[], expected="*.txt files", remedy=_REMEDY
-        )
     rows = []
     for path, label in tqdm.tqdm(paths, desc="aclImdb", unit=" reviews", disable=not progress):
         text = path.read_bytes()
