@@ -61,11 +61,11 @@ def load(
         ]
         for part in ("train", "test")
     }
-    for part, found in paths.items():
+    for name, found in paths.items():
         if not found:
             raise DataError(
-                f"aclImdb's {part} part has no reviews",
-                tried=[folder / part / name for name in _CLASSES],
+                f"aclImdb's {name} part has no reviews",
+                tried=[folder / name / label for label in _CLASSES],
                 expected="ID_RATING.txt files",
                 remedy=_REMEDY,
             )
