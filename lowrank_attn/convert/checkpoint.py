@@ -1,0 +1,174 @@
+"""From a folder of a published checkpoint to our parameters by path, and back."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lowrank_attn.convert.errors import ConvertError
+from lowrank_attn.convert.layouts import TIED, entries, skeleton
+from lowrank_attn.convert.published_configs import read_config
+from lowrank_attn.convert.safetensors import read_safetensors, write_safetensors
+from lowrank_attn.convert.torch_file import read_torch
+from lowrank_attn.models.decoder_configs import DecoderConfig
+from lowrank_attn.models.folder import Arrays, shapes_of
+
+# Files of weights, the safe format first; all that a pattern finds belong together.
+FILES: dict[str, Callable[[pathlib.Path], dict[str, np.ndarray]]] = {
+    "*.safetensors": read_safetensors,
+    "pytorch_model*.bin": read_torch,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What became of one array of a checkpoint; a line of the report.
+
+    Attributes:
+        source: its name there.
+        path: its path here, None if it is left out.
+        shape: its shape there.
+        dtype: its dtype there.
+        note: why it is left out, or what is special.
+    """
+
+    source: str
+    path: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        """As a line of text."""
+        where = "ignored" if self.path is None else f"-> {self.path}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.source} {self.dtype}{list(self.shape)} {where}{note}"
+
+
+def read_checkpoint(
+    folder: str | os.PathLike[str],
+) -> tuple[DecoderConfig, dict[str, np.ndarray], dict[str, Any]]:
+    """Read a folder with `config.json` and `*.safetensors` or `pytorch_model*.bin`.
+
+    A leading `model.` of names is dropped, either of the two tied matrices is enough, and arrays
+    named `...decay...` (a buffer that BASED's code does not use) or `...metrics...` are left out.
+
+    Returns:
+        The model, its parameters by path in float32, and the source: `config`, the contents of
+        `config.json`, and `leaves`, a `Leaf` as a dict for every array, for `write_checkpoint`.
+
+    Raises:
+        ConvertError: if files are missing, damaged or not safe to read, or arrays are missing,
+            unknown or of another shape than `config.json` says; every such array is named.
+    """
+    folder = pathlib.Path(folder)
+    arrays = _read_arrays(folder)
+    try:
+        published = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConvertError(f"{folder / 'config.json'} cannot be read: {error}.") from error
+    named, leaves = _named(arrays)
+    shapes_there = {name: array.shape for name, (_, array) in named.items()}
+    config = read_config(published, shapes_there)
+    shapes = shapes_of(config)
+
+    missing, params = [], {}
+    tied = [name for name in TIED[skeleton(config.layers)] if name in named]
+    for entry in entries(config.layers, shapes):
+        names = tied if entry.path == "embedding/embedding" else [entry.source]
+        found = [named.pop(name) for name in names if name in named]
+        if not found:
+            missing.append(f"{entry.source} {list(entry.shape)} is missing")
+            continue
+        for source, array in found:
+            note = "" if source is found[0][0] else "tied to the embedding, the same array"
+            leaves.append(Leaf(source, entry.path, array.shape, array.dtype.name, note))
+            if array.shape != entry.shape:
+                missing.append(
+                    f"{source}: expected {list(entry.shape)} by config.json, found "
+                    f"{list(array.shape)}"
+                )
+            elif not np.array_equal(array, found[0][1]):
+                missing.append(f"{source} differs from {found[0][0]}, but this model ties them")
+        if not missing:
+            params[entry.path] = entry.here(found[0][1], shapes[entry.path])
+    missing += [f"{source} is unknown" for source, _ in named.values()]
+    if missing:
+        raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(missing)}.")
+    order = list(arrays)
+    leaves.sort(key=lambda leaf: order.index(leaf.source))
+    source = {"config": published, "leaves": [dataclasses.asdict(leaf) for leaf in leaves]}
+    return config, params, source
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str],
+    config: DecoderConfig,
+    params: Arrays,
+    source: Mapping[str, Any],
+) -> None:
+    """Write `model.safetensors` and `config.json`, in the names and dtypes of the source.
+
+    Args:
+        folder: where to; it must not be there yet.
+        config: the model.
+        params: its parameters by path.
+        source: what `read_checkpoint` returned.
+
+    Raises:
+        ConvertError: if the model has parameters that the layout has no place for, such as those
+            of another kernel.
+        FileExistsError: if there is something of the folder's name.
+    """
+    by_path = {entry.path: entry for entry in entries(config.layers, _shapes(params))}
+    homeless = [path for path in params if path not in by_path]
+    if homeless:
+        raise ConvertError(
+            f"the layout of the checkpoint has no place for {', '.join(homeless)}: only a model "
+            "with the kernels of the published one can be written in its format."
+        )
+    leaves = [Leaf(**leaf) for leaf in source["leaves"] if leaf["path"] is not None]
+    shapes = {leaf.source: (tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves}
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True)
+    arrays = (
+        (leaf.source, by_path[str(leaf.path)].there(params[str(leaf.path)], np.dtype(leaf.dtype)))
+        for leaf in leaves
+    )
+    write_safetensors(folder / "model.safetensors", shapes, arrays)
+    (folder / "config.json").write_text(json.dumps(source["config"], indent=1) + "\n")
+
+
+def _read_arrays(folder):
+    for pattern, read in FILES.items():
+        paths = sorted(folder.glob(pattern))
+        arrays: dict[str, np.ndarray] = {}
+        for path in paths:
+            part = read(path)
+            if twice := sorted(set(arrays) & set(part)):
+                raise ConvertError(f"{path} repeats {twice[0]}: which file is the right one?")
+            arrays |= part
+        if paths:
+            return arrays
+    raise ConvertError(f"{folder} has no weights, expected {' or '.join(FILES)}.")
+
+
+def _named(arrays):
+    """The arrays by name without `model.`, as (full name, array), and the leaves left out."""
+    named, leaves = {}, []
+    for source, array in arrays.items():
+        name = source.removeprefix("model.")
+        if "metrics" in name or "decay" in name:
+            why = "a measurement" if "metrics" in name else "not used by BASED's code"
+            leaves.append(Leaf(source, None, array.shape, array.dtype.name, why))
+        else:
+            named[name] = (source, array)
+    return named, leaves
+
+
+def _shapes(params):
+    return {path: array.shape for path, array in params.items()}
