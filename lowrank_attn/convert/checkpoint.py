@@ -84,18 +84,18 @@ def read_checkpoint(
         if not found:
             missing.append(f"{entry.source} {list(entry.shape)} is missing")
             continue
-        for source, array in found:
-            note = "" if source is found[0][0] else "tied to the embedding, the same array"
-            leaves.append(Leaf(source, entry.path, array.shape, array.dtype.name, note))
-            if array.shape != entry.shape:
-                missing.append(
-                    f"{source}: expected {list(entry.shape)} by config.json, found "
-                    f"{list(array.shape)}"
-                )
-            elif not np.array_equal(array, found[0][1]):
-                missing.append(f"{source} differs from {found[0][0]}, but this model ties them")
+        first, array = found[0]
+        leaves.append(_leaf(first, entry.path, array, ""))
+        if array.shape != entry.shape:
+            missing.append(
+                f"{first}: expected {list(entry.shape)} by config.json, found {list(array.shape)}"
+            )
+        for other, same in found[1:]:
+            leaves.append(_leaf(other, entry.path, same, "tied to the embedding, the same array"))
+            if not np.array_equal(same, array):
+                missing.append(f"{other} differs from {first}, but this model ties them")
         if not missing:
-            params[entry.path] = entry.here(found[0][1], shapes[entry.path])
+            params[entry.path] = entry.here(array, shapes[entry.path])
     missing += [f"{source} is unknown" for source, _ in named.values()]
     if missing:
         raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(missing)}.")
@@ -164,10 +164,14 @@ def _named(arrays):
         name = source.removeprefix("model.")
         if "metrics" in name or "decay" in name:
             why = "a measurement" if "metrics" in name else "not used by BASED's code"
-            leaves.append(Leaf(source, None, array.shape, array.dtype.name, why))
+            leaves.append(_leaf(source, None, array, why))
         else:
             named[name] = (source, array)
     return named, leaves
+
+
+def _leaf(source, path, array, note):
+    return Leaf(source, path, array.shape, array.dtype.name, note)
 
 
 def _shapes(params):

@@ -185,10 +185,11 @@ class SoftmaxAttention(nnx.Module):
     def empty_state(self, batch: int, max_length: int, dtype) -> WindowState | KeyValueCache:
         """Nothing before the first token; without a window, room for max_length tokens."""
         size = max_length if self.window is None else self.window
-        empty = jnp.zeros((batch, size, *self.qkv.out_features[1:]), dtype)
+        # an array each, so that both can be donated
+        k, v = (jnp.zeros((batch, size, *self.qkv.out_features[1:]), dtype) for _ in range(2))
         if self.window is None:
-            return KeyValueCache(empty, empty, jnp.zeros((batch,), jnp.int32))
-        return WindowState(empty, empty, jnp.zeros((batch, size), bool))
+            return KeyValueCache(k, v, jnp.zeros((batch,), jnp.int32))
+        return WindowState(k, v, jnp.zeros((batch, size), bool))
 
     def _rotate(self, x, positions):
         rotated, rest = jnp.split(x, (self.rotated,), axis=-1)
