@@ -18,7 +18,7 @@ from flax import nnx
 from experiments import objectives, presets
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
-from experiments.common.evaluate import evaluate
+from experiments.common.evaluate import at_chance, evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
 from experiments.common.plot import plot_run
@@ -173,10 +173,13 @@ def run(config: Config) -> dict[str, Any]:
     assert tested is not None
     plot_run(run_dir)
     reference = task.reference_lines()
+    chance = reference["majority class"]
+    no_better = at_chance(tested["accuracy"], chance, len(task.splits["test"]))
     metrics: dict[str, Any] = {
         "test_accuracy": tested["accuracy"],
         "test_loss": tested["loss"],
         "validation_accuracy": outcome.best["accuracy"],
+        "at_chance": no_better,
         "best_step": outcome.best_step,
         "reference": reference,
         "data": task.fingerprint,
@@ -191,7 +194,8 @@ def run(config: Config) -> dict[str, Any]:
     )
     for label, accuracy in reference.items():
         print(f"reference, {label}: {accuracy:.1%}", file=sys.stderr)
-    print(f"test accuracy: {tested['accuracy']:.1%}; curves: {run_dir}", file=sys.stderr)
+    flag = f" AT CHANCE: no better than the majority class, {chance:.1%}" if no_better else ""
+    print(f"test accuracy: {tested['accuracy']:.1%}{flag}; curves: {run_dir}", file=sys.stderr)
     return {
         "task": config.task,
         "kernel": config.kernel,
@@ -199,6 +203,7 @@ def run(config: Config) -> dict[str, Any]:
         "steps": config.steps,
         "seconds": round(outcome.seconds, 1),
         "test_accuracy": tested["accuracy"],
+        "at_chance": no_better,
         "run_dir": str(run_dir),
     }
 

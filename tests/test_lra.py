@@ -90,7 +90,7 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     assert "effective_rank_0" in header and "active_features_0" in header
     summary = json.loads(out.splitlines()[-1])
     assert list(summary) == [
-        "task", "kernel", "preset", "steps", "seconds", "test_accuracy", "run_dir",
+        "task", "kernel", "preset", "steps", "seconds", "test_accuracy", "at_chance", "run_dir",
     ]  # fmt: skip
     run_dir = pathlib.Path(summary["run_dir"])
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -99,6 +99,8 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     assert result["command"].startswith("python -m experiments.lra --task=listops")
     assert result["metrics"]["test_accuracy"] == summary["test_accuracy"]
     assert summary["test_accuracy"] * 9 == pytest.approx(round(summary["test_accuracy"] * 9))
+    assert result["metrics"]["at_chance"] is summary["at_chance"]
+    assert ("AT CHANCE" in err) is summary["at_chance"]
     assert set(result["metrics"]["reference"]) == {
         "majority class", "first token", "one level", "two levels",
     }  # fmt: skip
@@ -118,7 +120,7 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
         cwd=ROOT, check=True,
     )  # fmt: skip
     table = report.with_suffix(".md").read_text()
-    assert f"{summary['test_accuracy']:.3g}" in table and "--task=listops" in table
+    assert f"| {100 * summary['test_accuracy']:.2f} |" in table and "--task=listops" in table
 
 
 @pytest.mark.parametrize(
