@@ -6,7 +6,6 @@ The last line on standard output is one JSON object. Started again, the same com
 it was stopped. Measured results: `experiments/results/`.
 """
 
-import inspect
 import json
 import pathlib
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from experiments import objectives, presets
+from experiments import objectives, presets, tasks
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import at_chance, evaluate
@@ -24,8 +23,7 @@ from experiments.common.phase import NonFiniteError, Phase
 from experiments.common.plot import plot_run
 from experiments.common.record import timing, write_result
 from experiments.common.train import train
-from experiments.lra_settings import Config, parse_options
-from experiments.tasks import TASKS
+from experiments.lra_settings import Config
 from experiments.tasks.base import DataError, Task
 from lowrank_attn.models.encoder import Classifier, Encoder, TokenPredictor
 
@@ -34,24 +32,6 @@ NOT_DECAYED = (
     "b", "gain", "lambda", "scale", "exponent", "conv_bias", "position", "cls", "A_log", "dt_bias",
     "decay_bias",
 )  # fmt: skip
-
-
-def load_task(config: Config) -> Task:
-    """The task that the settings name.
-
-    Raises:
-        ValueError: if the task has no such options.
-        DataError: if its data are missing or wrong.
-    """
-    options = parse_options("task_options", config.task_options)
-    load = TASKS[config.task]
-    try:
-        inspect.signature(load).bind(config.data_dir, config.cache_dir, **options)
-    except TypeError as error:
-        raise ValueError(
-            f"task_options={config.task_options!r} do not fit task={config.task!r}: {error}."
-        ) from error
-    return load(config.data_dir, config.cache_dir, **options)
 
 
 def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
@@ -67,7 +47,7 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
         num_heads=config.num_heads,
         mlp_width=config.mlp_width,
         kernel=config.kernel,
-        options=parse_options("kernel_options", config.kernel_options),
+        options=flags.parse_options("kernel_options", config.kernel_options),
         qk_dim=qk_dim,
         normalize=config.normalize,
         causal=config.causal,
@@ -157,7 +137,8 @@ def run(config: Config) -> dict[str, Any]:
     Returns:
         The summary that `main` prints.
     """
-    task = load_task(config)
+    options = flags.parse_options("task_options", config.task_options)
+    task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
     phases, classification = make_phases(config, task)

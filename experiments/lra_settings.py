@@ -1,12 +1,10 @@
 """The settings of `experiments.lra`."""
 
-import ast
 import dataclasses
-from typing import Any
 
 from experiments import objectives, presets
 from experiments.common import optimizer
-from experiments.common.flags import setting
+from experiments.common.flags import parse_options, setting
 from experiments.common.phase import LoopSettings
 from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
@@ -120,21 +118,3 @@ class Config(LoopSettings):
                 f"objective={self.objective!r} with causal={self.causal}: next_token needs "
                 "--causal, masked needs --nocausal."
             )
-
-
-def parse_options(setting: str, text: str) -> dict[str, Any]:
-    """Turn `name=value,name=value` into keyword arguments; values are Python literals or words.
-
-    Raises:
-        ValueError: naming the setting, if a part has no `=`.
-    """
-    options = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{setting}={text!r}: {part!r} is not of the form name=value.")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options

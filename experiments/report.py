@@ -21,8 +21,8 @@ from experiments.report_html import to_html
 from experiments.report_runs import Group, Run, group_runs, read_runs
 
 COLUMNS = (
-    "task", "kernel", "options", "preset", "protocol", "source", "steps", "accuracy", "spread", "n",
-    "at chance", "validation", "seconds", "tokens/s", "input wait", "host", "device", "jax",
+    "task", "kernel", "options", "accuracy", "spread", "n", "at chance", "preset", "protocol",
+    "source", "steps", "validation", "seconds", "tokens/s", "input wait", "host", "device", "jax",
     "commit",
 )  # fmt: skip
 NOTES = (

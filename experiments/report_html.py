@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 
-from experiments.report_runs import Group
+from experiments.report_runs import Group, Run
 
 _STYLE = """
 body { font: 14px sans-serif; margin: 2em; color: #222; }
@@ -65,16 +65,8 @@ def draw(task: str, groups: Sequence[Group]) -> str | None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = [
-        panel
-        for panel in _PANELS
-        if any(
-            panel[1] in row
-            for g in groups
-            for run in g.runs
-            for row in run.curves.get(panel[0], [])
-        )
-    ]
+    runs = [run for group in groups for run in group.runs]
+    panels = [panel for panel in _PANELS if any(_points(run, *panel) for run in runs)]
     if not panels:
         return None
     figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
@@ -82,19 +74,18 @@ def draw(task: str, groups: Sequence[Group]) -> str | None:
     for axis, (phase, metric) in zip(axes, panels):
         for number, group in enumerate(groups):
             for run in group.runs:
-                rows = [row for row in run.curves.get(phase, []) if metric in row]
                 axis.plot(
-                    [row["step"] for row in rows],
-                    [row[metric] for row in rows],
+                    *zip(*_points(run, phase, metric)),
                     ".-",
                     color=f"C{number % 10}",
                     label=_label(group) if run is group.runs[0] else None,
                 )
         axis.set(xlabel="step", title=f"{phase}: validation {metric}")
-    for name, accuracy in groups[0].runs[0].metrics.get("reference", {}).items():
+    for name, accuracy in runs[0].metrics.get("reference", {}).items():
         if panels[-1][1] == "accuracy":
             axes[-1].axhline(accuracy, color="grey", linestyle=":")
-            axes[-1].annotate(name, (0, accuracy), fontsize=8, color="grey")
+            across = axes[-1].get_yaxis_transform()
+            axes[-1].text(0.01, accuracy, name, fontsize=8, color="grey", transform=across)
     handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", fontsize=8)
     file = io.StringIO()
@@ -104,7 +95,12 @@ def draw(task: str, groups: Sequence[Group]) -> str | None:
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :].strip()
     # names are of one figure in matplotlib, and of the whole file in HTML
-    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{re.escape(task)}-", svg)
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{task}-", svg)
+
+
+def _points(run: Run, phase: str, metric: str) -> list[tuple[float, float]]:
+    """Step and value of every evaluation of a phase that has the metric."""
+    return [(row["step"], row[metric]) for row in run.curves.get(phase, []) if metric in row]
 
 
 def _label(group: Group) -> str:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from experiments import lra, presets
-from experiments.lra_settings import Config, parse_options
+from experiments.common.flags import parse_options
+from experiments.lra_settings import Config
 from experiments.tasks import listops
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -140,7 +140,7 @@ def test_wrong_task_options_are_named(tmp_path, capsys):
     write_reviews(tmp_path, 3)
     for option, message in (
         ("validation=none", "validation='none', expected 'train' or 'test'"),
-        ("size=3", "task_options='size=3' do not fit task='text'"),
+        ("size=3", "task_options={'size': 3} do not fit task='text'"),
     ):
         with pytest.raises(SystemExit) as stop:
             lra.main(["lra", "--task=text", f"--data_dir={tmp_path}", f"--task_options={option}",
