@@ -52,6 +52,7 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
         normalize=config.normalize,
         causal=config.causal,
         rule=config.rule,
+        embed=config.embed,
         positions=config.positions,
         use_cls=config.pooling == "cls",
         dropout=config.dropout,
@@ -78,7 +79,17 @@ def make_optimizer(config: Config, peak: float, steps: int, model: PureModule):
 
 
 def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Objective]:
-    """The phases of the run, and the objective that the test uses."""
+    """The phases of the run, and the objective that the test uses.
+
+    Raises:
+        ValueError: if settings for grey levels meet a task whose tokens are none.
+    """
+    levels = config.embed == "levels" or (config.pretrain_steps and config.pretrain_loss == "l1")
+    if levels and task.vocabulary != (*map(str, range(len(task.vocabulary) - 1)), "<mask>"):
+        raise ValueError(
+            f"embed={config.embed!r}, pretrain_loss={config.pretrain_loss!r} with "
+            f"task={config.task!r}, whose tokens are no levels: expected 'table', 'cross_entropy'."
+        )
     classifier = PureModule(
         lambda rngs: Classifier(
             make_encoder(config, task, rngs),
@@ -111,12 +122,16 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
     )
     if not config.pretrain_steps:
         return [training], classification
-    vocabulary = len(task.vocabulary)
+    outputs = 1 if config.pretrain_loss == "l1" else len(task.vocabulary)
     predictor = PureModule(
-        lambda rngs: TokenPredictor(make_encoder(config, task, rngs), vocabulary, rngs=rngs)
+        lambda rngs: TokenPredictor(make_encoder(config, task, rngs), outputs, rngs=rngs)
     )
     prediction = objectives.token_prediction(
-        predictor.module, config.objective, config.mask_ratio, task.vocabulary.index("<mask>")
+        predictor.module,
+        config.objective,
+        config.mask_ratio,
+        task.vocabulary.index("<mask>"),
+        config.pretrain_loss,
     )
     peak = config.pretrain_learning_rate or config.learning_rate
     pretraining = Phase(
@@ -126,6 +141,8 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
         loss_fn=prediction.loss,
         eval_fn=prediction.evaluate,
         optimizer=make_optimizer(config, peak, config.pretrain_steps, predictor),
+        best_metric=objectives.LOSSES[config.pretrain_loss][0],
+        best_mode="min" if config.pretrain_loss == "l1" else "max",
         **shared,
     )
     return [pretraining, training], classification

@@ -9,7 +9,7 @@ from experiments.common.phase import LoopSettings
 from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.layers import ATTENTION, GATINGS
-from lowrank_attn.models.encoder import POOLINGS, POSITIONS
+from lowrank_attn.models.encoder import EMBEDDINGS, POOLINGS, POSITIONS
 from lowrank_attn.ops import IMPLEMENTATIONS, NORMALIZERS
 
 
@@ -51,6 +51,9 @@ class Config(LoopSettings):
     rule: str = setting(
         "additive", "of the state; others need --causal", group="model", choices=tuple(GATINGS)
     )
+    embed: str = setting(
+        "table", "of tokens; levels: grey levels as numbers", group="model", choices=EMBEDDINGS
+    )
     positions: str = setting("learned", "kind of positions", group="model", choices=POSITIONS)
     pooling: str = setting("mean", "over tokens", group="model", choices=POOLINGS)
     dropout: float = setting(0.0, "rate", group="model")
@@ -81,6 +84,10 @@ class Config(LoopSettings):
         "masked", "what is predicted", group="pretraining", choices=objectives.OBJECTIVES
     )
     mask_ratio: float = setting(0.1, "share of tokens that are masked", group="pretraining")
+    pretrain_loss: str = setting(
+        "cross_entropy", "l1: of grey levels as numbers", group="pretraining",
+        choices=tuple(objectives.LOSSES),
+    )  # fmt: skip
     pretrain_learning_rate: float | None = setting(
         None, "highest; default: learning_rate", group="pretraining"
     )

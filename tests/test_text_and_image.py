@@ -6,6 +6,7 @@ import pytest
 
 from experiments import lra, objectives
 from experiments.common.phase_run import PhaseRun
+from experiments.common.plot import read_rows
 from experiments.tasks import image, text
 from experiments.tasks.base import DataError
 from experiments.tasks.files import hold_out
@@ -171,6 +172,33 @@ def test_training_in_buckets_and_going_on(tmp_path, capsys):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.slow
+def test_pictures_are_pretrained_as_levels(tmp_path):
+    write_cifar(tmp_path / "data", 4)
+    run_dir = tmp_path / "run"
+    lra.main([
+        "lra", "--task=image", f"--data_dir={tmp_path / 'data'}", "--preset=spt-small",
+        f"--cache_dir={tmp_path / 'cache'}", f"--run_dir={run_dir}", "--kernel=elu", "--width=8",
+        "--num_layers=1", "--mlp_width=8", "--head_width=8", "--batch_size=2", "--dtype=float32",
+        "--pretrain_steps=4", "--steps=2", "--eval_every=2", "--log_every=1",
+    ])  # fmt: skip
+    rows = read_rows(run_dir / "pretrain_eval.csv")
+    assert [set(row) for row in rows] == 2 * [{"step", "loss", "squared_error"}]
+    assert all(0 < row["squared_error"] < 9 for row in rows)
+
+
+@pytest.mark.parametrize("argument", ["--embed=levels", "--pretrain_loss=l1"])
+def test_reviews_are_no_levels(tmp_path, capsys, argument):
+    write_reviews(tmp_path, 10)
+    arguments = [f"--{name}_dir={tmp_path / name}" for name in ("cache", "run")]
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["lra", "--task=text", f"--data_dir={tmp_path}", argument, "--pretrain_steps=4",
+                  *arguments])  # fmt: skip
+    assert stop.value.code == 2
+    assert "task='text', whose tokens are no levels" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def stop_at(step, dispatch):
     def stopping(self):
         if self.step == step:
@@ -187,3 +215,5 @@ def test_held_out_examples_are_a_function_of_count_and_seed():
     assert (held != hold_out(1000, 0.1, 4)).any()
     with pytest.raises(ValueError, match="seed=-1"):
         hold_out(10, 0.1, -1)
+    with pytest.raises(ValueError, match="9 examples are too few to hold out 10% of them"):
+        hold_out(9, 0.1, 0)
