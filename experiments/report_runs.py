@@ -155,7 +155,8 @@ def _progress(run_dir: pathlib.Path) -> str:
     """How far an unfinished run is, from the last whole line of its newest log."""
     logs = [run_dir / f"{phase}_train.csv" for phase in ("train", "pretrain")]
     for path in logs:
-        lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = text.splitlines(keepends=True)[1:]
         steps = [line.split(",")[0] for line in lines if line.endswith("\n")]
         if steps:
             return f"{run_dir}: in phase {path.stem.removesuffix('_train')}, step {steps[-1]}"

@@ -100,6 +100,9 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     assert result["command"].startswith("python -m experiments.lra --task=listops")
     assert result["metrics"]["test_accuracy"] == summary["test_accuracy"]
     assert summary["test_accuracy"] * 9 == pytest.approx(round(summary["test_accuracy"] * 9))
+    task = listops.load(data, data / "cache", progress=False)
+    assert result["metrics"]["data"] == task.fingerprint
+    assert json.loads((run_dir / "run.json").read_text())["config"]["data"] == task.fingerprint
     assert result["metrics"]["at_chance"] is summary["at_chance"]
     assert ("AT CHANCE" in err) is summary["at_chance"]
     assert set(result["metrics"]["reference"]) == {
@@ -174,6 +177,16 @@ def test_every_preset_builds(data, preset, kernel):
 def test_presets_are_settings(preset):
     for task in presets.PRESETS[preset]:
         Config(task=task, **presets.resolve(preset, task, "llops", "gpu")[1])
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_print_config_shows_what_a_preset_sets(preset, capsys):
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["lra", "--task=image", f"--preset={preset}", "--print-config", "--seed=7"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = presets.resolve(preset, "image", "llops", "cpu")[1] | {"seed": 7, "preset": preset}
+    assert {f"{name} = {value}" for name, value in expected.items()} <= {*lines}
 
 
 def test_auto_is_quick_on_a_cpu_and_skyformer_elsewhere():

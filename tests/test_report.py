@@ -195,10 +195,12 @@ def test_html_is_well_formed_and_complete_in_itself(reported):
 
 def test_figures_of_several_tasks_share_no_ids(tmp_path):
     write_run(tmp_path / "runs" / "a")
-    write_run(tmp_path / "runs" / "b", task="text", pretrain_steps=5)
+    write_run(tmp_path / "runs" / "b", task="text", pretrain_steps=5,
+              task_options="validation=test")  # fmt: skip
     (tmp_path / "runs" / "b" / "pretrain_eval.csv").write_text("step,loss\n1,3\n2,2\n")
     page = make(tmp_path / "runs")[2].read_text()
     assert parse(page).count["svg"] == 2
+    assert "skyformer task_options=validation=test" in page  # where the best step was chosen
     assert "pretrain: validation loss" in page and "self-pretraining, masked, 2 layers" in page
     ids = set(parse(page).ids)
     assert all(name in ids for name in re.findall(r'(?:href="|url\()#([^")]*)', page))

@@ -106,6 +106,24 @@ def test_text_reads_bytes(tmp_path, layout):
     )
 
 
+def test_repeated_reviews_are_left_out_on_demand(tmp_path):
+    write_reviews(tmp_path, 20)
+    first, again = (tmp_path / "train/pos" / f"{i}_{i % 11}.txt" for i in (0, 1))
+    again.write_bytes(first.read_bytes())
+    of_test = (tmp_path / "test/neg/5_5.txt").read_bytes()
+    (tmp_path / "train/neg/7_7.txt").write_bytes(of_test)
+    cache = tmp_path / "cache"
+    whole = text.load(tmp_path, cache, validation="test", progress=False)
+    unique = text.load(tmp_path, cache, validation="test", unique=True, progress=False)
+    assert len(whole.splits["train"]) == 40 and len(unique.splits["train"]) == 38
+    texts = {
+        name: [row["tokens"][: row["length"]].tobytes() for row in unique.splits[name]]
+        for name in ("train", "test")
+    }
+    assert len(set(texts["train"])) == 38 and not {*texts["train"]} & {*texts["test"]}
+    assert len(texts["test"]) == 40
+
+
 def test_text_is_cut_by_bytes():
     """Also inside a character of several bytes."""
     ids = text.encode("é".encode() * 3000)
