@@ -127,9 +127,7 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "spt": {
         "listops": _spt(_sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
         "text": _spt(_sizes(6, 512, 8, 2048), 1e-4, 5e-4, 0.15, head_width=512, weight_decay=0.1),
-        "image": _spt(
-            _sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max", pretrain_loss="l1"
-        ),
+        "image": _spt(_sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max"),
     },
     "lra-paper": {
         "listops": {
@@ -188,8 +186,8 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
     },
 }
 
-# What self-pretraining reads as numbers, in place of ids.
-_PIXELS = ("image", "pathfinder", "pathx")
+# What self-pretraining reads as numbers, in place of ids, and the loss on them.
+_PIXELS = {"image": "l1", "pathfinder": "cross_entropy", "pathx": "cross_entropy"}
 
 # The same, causal: rates on labels and of pretraining, and pooling.
 _CAUSAL: Mapping[str, tuple[float, float, str]] = {
@@ -203,8 +201,10 @@ _CAUSAL: Mapping[str, tuple[float, float, str]] = {
 
 
 def _masked(task: str) -> dict[str, Any]:
-    embed = "levels" if task in _PIXELS else "table"
-    return {**_COMMON["spt"], "embed": embed, **_TASKS["spt"][task]}
+    settings = {**_COMMON["spt"], **_TASKS["spt"][task]}
+    if task in _PIXELS:
+        settings |= {"embed": "levels", "pretrain_loss": _PIXELS[task]}
+    return settings
 
 
 def _causal(task: str) -> dict[str, Any]:

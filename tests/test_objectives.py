@@ -160,7 +160,7 @@ def test_presets_have_the_published_protocol():
     for task, settings in presets.PRESETS["spt"].items():
         assert tuple(settings[name] for name in names) == masked[task], task
         pixels = task in ("image", "pathfinder", "pathx")
-        assert settings["embed"] == ("levels" if pixels else "table")
+        assert (settings.get("embed") == "levels") == pixels
         assert (settings.get("pretrain_loss") == "l1") == (task == "image")
         causal = presets.PRESETS["spt-causal"][task]
         assert causal["causal"] and causal["objective"] == "next_token"

@@ -98,10 +98,10 @@ class Split:
 
     def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """Give examples `indices` [B] stacked, padded to the largest of their sizes."""
-        lengths = self.lengths[indices]
         if self._rows is not None:
-            tokens = self._rows[indices]
+            tokens, lengths = self._rows[indices], self.lengths[indices]
             return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
+        lengths = self.lengths[indices]
         starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
         column = np.arange(self.sizes[indices].max())
         real = column < lengths[..., None]
