@@ -152,13 +152,17 @@ def write_report(runs: list[Run], unfinished: list[str], out: pathlib.Path) -> N
         "Commands": [f"`{run.record['command']}`" for group in groups for run in group.runs],
     }
     sections = {title: items for title, items in sections.items() if items}
+    texts = {
+        "md": to_markdown(sections, table),
+        "html": to_html(table, NOTES, sections, groups),
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{out}.csv", "w", newline="") as file:
+    with open(f"{out}.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    pathlib.Path(f"{out}.md").write_text(to_markdown(sections, table))
-    pathlib.Path(f"{out}.html").write_text(to_html(table, NOTES, sections, groups))
+    for suffix, text in texts.items():
+        pathlib.Path(f"{out}.{suffix}").write_text(text, encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
