@@ -1,6 +1,7 @@
 """Reading the folders of runs for `experiments.report`: finished, unfinished and damaged ones."""
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ class Run:
         """The final numbers."""
         return self.record["metrics"]
 
-    @property
+    @functools.cached_property
     def changes(self) -> str:
         """The settings without a column that differ from the preset's, as name=value."""
         expected = dict(_DEFAULTS)
@@ -47,8 +48,8 @@ class Run:
             expected |= presets.resolve(
                 self.config["preset"], self.config["task"], self.config["kernel"], "gpu"
             )[1]
-        except (KeyError, ValueError):  # a preset of another version
-            logging.warning("%s: the preset %r is unknown", self.folder, self.config["preset"])
+        except (KeyError, ValueError) as error:  # a preset of another version
+            logging.warning("%s: no preset to compare settings with (%s)", self.folder, error)
         left_out = {*_RESULT_SETTINGS, *_COLUMNS}
         return " ".join(
             f"{name}={value}"

@@ -264,6 +264,15 @@ def test_of_one_seed_the_last_run_counts_and_other_data_are_another_row(tmp_path
     assert "same settings and seed twice" in caplog.text and "b-early" in caplog.text
 
 
+def test_a_preset_of_another_version_is_compared_with_the_defaults(tmp_path, caplog):
+    write_run(tmp_path / "runs" / "a")
+    path = tmp_path / "runs" / "a" / "result.json"
+    path.write_text(path.read_text().replace('"skyformer"', '"formerly"'))
+    (row,) = (row for row in rows_of(make(tmp_path / "runs")[1]) if not row["source"])
+    assert row["preset"].startswith("formerly ") and "clip=value" in row["preset"]
+    assert caplog.text.count("no preset to compare settings with") == 1
+
+
 def test_without_finished_runs_it_says_so(tmp_path, capsys):
     (tmp_path / "going").mkdir()
     (tmp_path / "going" / "run.json").write_text("{}")
