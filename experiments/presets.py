@@ -68,8 +68,8 @@ _COMMON: Mapping[str, Settings] = {
         "eval_every": 1000,
     },
     # "Never Train from Scratch" (Amos et al. 2024), masked, the size of Long Range Arena: sizes,
-    # mask ratio, rates and batch from its repository and table 4. It trains each phase for at most
-    # 200 epochs or 24 hours; the numbers of steps are ours.
+    # mask ratio, rates, pooling and batch from its repository and table 4. It trains each phase for
+    # at most 200 epochs or 24 hours; the numbers of steps are ours.
     "spt": {
         "head_width": None,
         "positions": "sinusoidal",
@@ -186,9 +186,54 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
     },
 }
 
+# What self-pretraining reads as numbers, in place of ids, and the loss on them.
+_PIXELS = {"image": "l1", "pathfinder": "cross_entropy", "pathx": "cross_entropy"}
+
+# The same, causal: rates on labels and of pretraining, and pooling.
+_CAUSAL: Mapping[str, tuple[float, float, str]] = {
+    "listops": (5e-4, 5e-4, "last"),
+    "text": (1e-4, 1e-3, "mean"),
+    "retrieval": (1e-3, 5e-3, "mean"),
+    "image": (1e-3, 5e-3, "max"),
+    "pathfinder": (1e-3, 1e-3, "mean"),
+    "pathx": (5e-4, 1e-3, "max"),
+}
+
+
+def _masked(task: str) -> dict[str, Any]:
+    settings = {**_COMMON["spt"], **_TASKS["spt"][task]}
+    if task in _PIXELS:
+        settings |= {"embed": "levels", "pretrain_loss": _PIXELS[task]}
+    return settings
+
+
+def _causal(task: str) -> dict[str, Any]:
+    learning_rate, pretrain_learning_rate, pooling = _CAUSAL[task]
+    return {
+        **_masked(task),
+        "causal": True,
+        "objective": "next_token",
+        "learning_rate": learning_rate,
+        "pretrain_learning_rate": pretrain_learning_rate,
+        "pooling": pooling,
+    }
+
+
+def _small(task: str) -> dict[str, Any]:
+    """Ours: that protocol at Skyformer's sizes and batch, most likely that of LLoPS' table 2."""
+    masked, skyformer = _masked(task), {**_COMMON["skyformer"], **_TASKS["skyformer"][task]}
+    sizes = ("num_layers", "width", "num_heads", "mlp_width", "batch_size")
+    head_width = masked["head_width"] and skyformer["width"]
+    return {**masked, **{name: skyformer[name] for name in sizes}, "head_width": head_width}
+
+
 PRESETS: Mapping[str, Mapping[str, Settings]] = {
     preset: {task: {**_COMMON[preset], **settings} for task, settings in tasks.items()}
     for preset, tasks in _TASKS.items()
+} | {
+    "spt": {task: _masked(task) for task in _TASKS["spt"]},
+    "spt-causal": {task: _causal(task) for task in _TASKS["spt"]},
+    "spt-small": {task: _small(task) for task in _TASKS["skyformer"]},
 }
 
 

@@ -75,6 +75,13 @@ class Split:
         sizes = np.array([*self.buckets, self.max_length])
         return sizes[np.searchsorted(sizes, longest)]
 
+    @functools.cached_property
+    def _rows(self) -> npt.NDArray[Any] | None:
+        """`tokens` [N, max_length] if all sequences have that length, as pictures do."""
+        if self.lengths.ndim > 1 or not np.all(self.lengths == self.max_length):
+            return None
+        return self.tokens.reshape(-1, self.max_length)
+
     def __len__(self) -> int:
         """Give N."""
         return len(self.labels)
@@ -91,6 +98,9 @@ class Split:
 
     def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """Give examples `indices` [B] stacked, padded to the largest of their sizes."""
+        if self._rows is not None:
+            tokens, lengths = self._rows[indices], self.lengths[indices]
+            return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
         lengths = self.lengths[indices]
         starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
         column = np.arange(self.sizes[indices].max())
