@@ -113,21 +113,49 @@ def _spt(
     return {**sizes, **rates, **others}
 
 
+def _lra_pathfinder(learning_rate: float, batch_size: int, epoch: int) -> Settings:
+    """200 epochs of the 160,000 pictures that train, of which the first warms up."""
+    return {
+        "pooling": "mean",
+        "steps": 200 * epoch,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "warmup_steps": epoch,
+        "schedule": "cosine",
+        "weight_decay": 0.0,
+        "eval_every": epoch,
+    }
+
+
 _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "quick": {
         "listops": {},
         "text": {"steps": 200},
         "image": {"learning_rate": 1e-3, "batch_size": 32},
+        "pathfinder": {
+            "task_options": "num_train=20000,num_validation=1000,num_test=2000",
+            "learning_rate": 1e-3,
+            "batch_size": 32,
+        },
+        "pathx": {
+            "task_options": "num_train=2000,num_validation=200,num_test=500",
+            "learning_rate": 1e-3,
+            "batch_size": 4,
+        },
     },
     "skyformer": {
         "listops": _skyformer(1e-4, 32, 1000),
         "text": _skyformer(1e-4, 32, 80),
         "image": _skyformer(1e-4, 256, 175),
+        "pathfinder": _skyformer(2e-4, 128, 312),
+        "pathx": _skyformer(2e-4, 32, 312),  # ours: not part of that study
     },
     "spt": {
         "listops": _spt(_sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
         "text": _spt(_sizes(6, 512, 8, 2048), 1e-4, 5e-4, 0.15, head_width=512, weight_decay=0.1),
         "image": _spt(_sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max"),
+        "pathfinder": _spt(_sizes(4, 128, 8, 128), 5e-4, 1e-3, 0.5),
+        "pathx": _spt(_sizes(4, 128, 4, 128), 5e-4, 5e-4, 0.5, pooling="max"),
     },
     "lra-paper": {
         "listops": {
@@ -153,6 +181,19 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "warmup_steps": 175,
             "schedule": "cosine",
             "weight_decay": 0.0,
+        },
+        # Steps and batches of the repository; the paper does not give them.
+        "pathfinder": {
+            **_sizes(4, 128, 8, 128),
+            **_lra_pathfinder(1e-2, 512, 312),
+            "head_width": 128,
+            "positions": "learned",  # ours: the paper does not say
+        },
+        "pathx": {
+            **_sizes(4, 128, 8, 128),  # as pathfinder's: the paper gives no others
+            **_lra_pathfinder(1e-2, 64, 2500),
+            "head_width": 128,
+            "positions": "learned",
         },
     },
     "lra-repo": {
@@ -182,6 +223,21 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "warmup_steps": 175,
             "schedule": "cosine",
             "weight_decay": 0.0,
+        },
+        "pathfinder": {
+            **_sizes(4, 32, 4, 32),
+            **_lra_pathfinder(1e-3, 512, 312),
+            "head_width": 32,
+            "qk_dim": 4,
+        },
+        "pathx": {
+            **_sizes(1, 32, 2, 32),
+            **_lra_pathfinder(1e-3, 64, 2500),
+            "head_width": 32,
+            "qk_dim": 8,
+            "positions": "learned",
+            "clip": "norm",
+            "clip_at": 1.0,
         },
     },
 }
