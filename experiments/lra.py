@@ -8,6 +8,7 @@ it was stopped. Measured results: `experiments/results/`.
 
 import inspect
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -151,6 +152,14 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
     return [pretraining, training], classification
 
 
+def at_chance(accuracy: float, majority: float, count: int) -> bool:
+    """Whether `count` examples do not tell an accuracy from always saying the majority class.
+
+    The bar is two standard deviations above `majority`.
+    """
+    return accuracy <= majority + 2 * math.sqrt(majority * (1 - majority) / count)
+
+
 def run(config: Config) -> dict[str, Any]:
     """Load the data, train, test, and leave everything in the run's folder.
 
@@ -179,6 +188,9 @@ def run(config: Config) -> dict[str, Any]:
         "validation_accuracy": outcome.best["accuracy"],
         "best_step": outcome.best_step,
         "reference": reference,
+        "at_chance": at_chance(
+            tested["accuracy"], reference["majority class"], len(task.splits["test"])
+        ),
         "data": task.fingerprint,
         "timing": timing(run_dir, "train"),
     }
@@ -191,6 +203,8 @@ def run(config: Config) -> dict[str, Any]:
     )
     for label, accuracy in reference.items():
         print(f"reference, {label}: {accuracy:.1%}", file=sys.stderr)
+    if metrics["at_chance"]:
+        print("at chance: no better than always saying the majority class", file=sys.stderr)
     print(f"test accuracy: {tested['accuracy']:.1%}; curves: {run_dir}", file=sys.stderr)
     return {
         "task": config.task,

@@ -54,7 +54,7 @@ def make_parts(
 
 def _load_or_make(path: Path, make: Callable[[], Split]) -> Split:
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as file, np.load(file) as arrays:
             fields = {field: arrays[field] for field in ARRAYS}
             return Split(**fields, max_length=int(arrays["max_length"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_SUBPIXELS = 8
+_SUBPIXELS = 16
 
 
 class Shapes(NamedTuple):
