@@ -307,7 +307,7 @@ def test_what_is_loaded_is_told(tmp_path, capsys):
     TASKS["pathfinder"](None, tmp_path, **SMALL)
     message = capsys.readouterr().err
     assert "pathfinder: no data_dir, so pictures are generated" in message
-    assert "pathfinder-train: 100%" in message
+    assert "pathfinder: 100%" in message
     assert re.search(r"50 pictures to train, \d\d.0% of one path", message)
     TASKS["pathfinder"](None, tmp_path, **SMALL)
     message = capsys.readouterr().err

@@ -4,9 +4,8 @@ import functools
 import os
 import tempfile
 import zipfile
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -16,40 +15,47 @@ from experiments.tasks.base import ARRAYS, Split
 
 
 def make_parts(
-    folder: Path, name: str, make: Sequence[Callable[[], Split]], count: int, progress: bool
-) -> Iterator[Split]:
-    """Yield what each of `make` gives, in their order, made by as many threads as there are cores.
+    folder: Path,
+    make: Mapping[str, Sequence[Callable[[], Split]]],
+    count: int,
+    name: str,
+    progress: bool,
+) -> dict[str, Iterator[Split]]:
+    """Make all parts of some splits, in as many threads as there are cores, and give them in order.
 
-    Every part is a file in `folder`, named by `name` and its number. A whole one is read in place
-    of being made again; files appear under their name when they are whole.
+    Every part becomes a file in `folder`, which appears when it is whole. One that an interrupted
+    run has left is not made again, unless it is damaged. Only the parts that are being made, or
+    the one that is given, are in memory.
 
     Args:
         folder: made if absent; to be removed by whoever has stored the parts elsewhere.
-        name: of the sequence of parts.
-        make: thread-safe functions whose results never change.
+        make: for each split thread-safe functions, which always give the same.
         count: examples in all parts together.
+        name: what the bar shows.
         progress: whether to show a bar.
     """
-    workers = os.cpu_count() or 1
-    waiting = deque(
-        functools.partial(_load_or_make, folder / f"{name}-{number}.npz", function)
-        for number, function in enumerate(make)
-    )
+    parts = {
+        split: [
+            functools.partial(_load_or_make, folder / f"{split}-{number}.npz", function)
+            for number, function in enumerate(functions)
+        ]
+        for split, functions in make.items()
+    }
     with (
-        ThreadPoolExecutor(workers) as pool,
+        ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         tqdm.tqdm(total=count, desc=name, unit=" examples", disable=not progress) as bar,
     ):
-        running = deque(pool.submit(waiting.popleft()) for _ in range(min(2 * workers, len(make))))
+        running = [pool.submit(_length, part) for split in parts.values() for part in split]
         try:
-            while running:
-                part = running.popleft().result()
-                if waiting:
-                    running.append(pool.submit(waiting.popleft()))
-                bar.update(len(part))
-                yield part
+            for future in as_completed(running):
+                bar.update(future.result())
         finally:
-            for future in running:
-                future.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+    return {split: (part() for part in functions) for split, functions in parts.items()}
+
+
+def _length(part: Callable[[], Split]) -> int:
+    return len(part())
 
 
 def _load_or_make(path: Path, make: Callable[[], Split]) -> Split:

@@ -32,8 +32,8 @@ _CONTOUR_LENGTHS = {"easy": 6, "intermediate": 9, "hard": 14}
 _GENERATOR_VERSION = 1
 
 
-# For each split the number of pictures, and functions that make them in parts.
-_Jobs = Mapping[str, tuple[int, Sequence[Callable[[], Split]]]]
+# The number of pictures, and for each split the functions that make it part by part.
+_Jobs = tuple[int, Mapping[str, Sequence[Callable[[], Split]]]]
 
 
 class Variant(NamedTuple):
@@ -102,10 +102,8 @@ def load(
     def build() -> dict[str, Iterator[Split]]:
         if data_dir is None and progress:
             print(f"{variant.name}: no data_dir, so pictures are generated", file=sys.stderr)
-        return {
-            name: make_parts(parts, f"{variant.name}-{name}", make, count, progress)
-            for name, (count, make) in jobs().items()
-        }
+        count, make = jobs()
+        return make_parts(parts, make, count, variant.name, progress)
 
     splits, fingerprint = cached_splits(
         Path(cache_dir), variant.name, source, variant.side**2, build
@@ -145,27 +143,25 @@ def split_names(names: Sequence[str], seed: int) -> dict[str, list[int]]:
 
 def _reading(level: Path, side: int, seed: int) -> _Jobs:
     pictures = files.list_pictures(level)
-    jobs = {}
+    make = {}
     for name, places in split_names([picture.name for picture in pictures], seed).items():
         chosen = [pictures[i] for i in places]
-        make = [
+        make[name] = [
             functools.partial(files.read_pictures, level, chosen[start : start + PART], side)
             for start in range(0, len(chosen), PART)
         ]
-        jobs[name] = (len(chosen), make)
-    return jobs
+    return len(pictures), make
 
 
 def _drawing(side: int, difficulty: str, seed: int, sizes: Mapping[str, int]) -> _Jobs:
     p = generator.parameters(side, _CONTOUR_LENGTHS[difficulty])
-    jobs = {}
+    make = {}
     for number, (name, size) in enumerate(sizes.items()):
-        make = [
+        make[name] = [
             functools.partial(_draw, p, (seed, number, start), min(PART, size - start))
             for start in range(0, size, PART)
         ]
-        jobs[name] = (size, make)
-    return jobs
+    return sum(sizes.values()), make
 
 
 def _draw(p: generator.Parameters, seed: tuple[int, ...], count: int) -> Split:
