@@ -113,9 +113,14 @@ def _spt(
     return {**sizes, **rates, **others}
 
 
-def _lra_pathfinder(learning_rate: float, batch_size: int, epoch: int) -> Settings:
-    """200 epochs of the 160,000 pictures that train, of which the first warms up."""
+def _lra_pathfinder(
+    sizes: Settings, learning_rate: float, batch_size: int, **others: Any
+) -> Settings:
+    """200 epochs of 160,000 pictures, the first of which warms up, as in the repository."""
+    epoch = 160_000 // batch_size
     return {
+        **sizes,
+        "head_width": sizes["mlp_width"],
         "pooling": "mean",
         "steps": 200 * epoch,
         "batch_size": batch_size,
@@ -124,8 +129,12 @@ def _lra_pathfinder(learning_rate: float, batch_size: int, epoch: int) -> Settin
         "schedule": "cosine",
         "weight_decay": 0.0,
         "eval_every": epoch,
+        **others,
     }
 
+
+# What the repository has for Path-X beyond that.
+_LRA_PATHX: Settings = {"positions": "learned", "clip": "norm", "clip_at": 1.0}
 
 _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "quick": {
@@ -148,7 +157,7 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
         "text": _skyformer(1e-4, 32, 80),
         "image": _skyformer(1e-4, 256, 175),
         "pathfinder": _skyformer(2e-4, 128, 312),
-        "pathx": _skyformer(2e-4, 32, 312),  # ours: not part of that study
+        "pathx": _skyformer(2e-4, 32, 312),  # ours, as are all of this line: not in that study
     },
     "spt": {
         "listops": _spt(_sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
@@ -182,19 +191,9 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "schedule": "cosine",
             "weight_decay": 0.0,
         },
-        # Steps and batches of the repository; the paper does not give them.
-        "pathfinder": {
-            **_sizes(4, 128, 8, 128),
-            **_lra_pathfinder(1e-2, 512, 312),
-            "head_width": 128,
-            "positions": "learned",  # ours: the paper does not say
-        },
-        "pathx": {
-            **_sizes(4, 128, 8, 128),  # as pathfinder's: the paper gives no others
-            **_lra_pathfinder(1e-2, 64, 2500),
-            "head_width": 128,
-            "positions": "learned",
-        },
+        # The paper has sizes and rate, the same for both; all else is the repository's.
+        "pathfinder": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 512),
+        "pathx": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 64, **_LRA_PATHX),
     },
     "lra-repo": {
         "listops": {
@@ -224,21 +223,8 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "schedule": "cosine",
             "weight_decay": 0.0,
         },
-        "pathfinder": {
-            **_sizes(4, 32, 4, 32),
-            **_lra_pathfinder(1e-3, 512, 312),
-            "head_width": 32,
-            "qk_dim": 4,
-        },
-        "pathx": {
-            **_sizes(1, 32, 2, 32),
-            **_lra_pathfinder(1e-3, 64, 2500),
-            "head_width": 32,
-            "qk_dim": 8,
-            "positions": "learned",
-            "clip": "norm",
-            "clip_at": 1.0,
-        },
+        "pathfinder": _lra_pathfinder(_sizes(4, 32, 4, 32), 1e-3, 512, qk_dim=4, dropout=0.2),
+        "pathx": _lra_pathfinder(_sizes(1, 32, 2, 32), 1e-3, 64, qk_dim=8, **_LRA_PATHX),
     },
 }
 

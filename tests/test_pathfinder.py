@@ -214,6 +214,11 @@ def damage_bytes(level):
     return r"10.npy: 'utf-8' codec can't decode"
 
 
+def damage_folder(level):
+    (level / "metadata/10.npy").unlink()
+    return r"imgs/10: there are no metadata of it(?s:.*)expected: metadata/10.npy"
+
+
 def damage_all(level):
     for path in level.glob("imgs/*/*"):
         path.write_bytes(b"")

@@ -31,7 +31,7 @@ _REMEDY = (
     "github.com/google-research/long-range-arena) and name its folder with --data_dir, or name no "
     "data folder: then pictures are generated."
 )
-_RECORDS = ("*.tfrecord*", "*/*.tfrecord*", "*/*/*.tfrecord*")
+_RECORDS = tuple(f"{'*/' * depth}*.tfrecord*" for depth in range(4))
 
 
 class Picture(NamedTuple):
@@ -113,12 +113,17 @@ def list_pictures(level: Path) -> list[Picture]:
     The archive has one of these, `imgs/0/sample_172.png` of pathfinder32's easy level.
 
     Raises:
-        DataError: if the metadata cannot be read, a picture is not there, or there are fewer than
-            the 10 that can be split.
+        DataError: if the metadata cannot be read, a picture is not there, a folder of pictures has
+            no metadata, or there are fewer than the 10 pictures that can be split.
     """
     pictures: list[Picture] = []
     empty: list[Picture] = []
-    for path in metadata_files(level):
+    paths = metadata_files(level)
+    described = {path.stem for path in paths}
+    for folder in sorted((level / "imgs").iterdir()):
+        if folder.name not in described:
+            raise _error(str(folder), "there are no metadata of it", f"metadata/{folder.name}.npy")
+    for path in paths:
         for number, columns in enumerate(_rows(path), 1):
             row = f"{path}:{number}"
             if len(columns) != _COLUMNS:
@@ -128,7 +133,7 @@ def list_pictures(level: Path) -> list[Picture]:
             picture = Picture(f"{columns[0]}/{columns[1]}", int(columns[3]), row)
             try:
                 size = os.stat(level / picture.name).st_size
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise _error(row, f"there is no {level / picture.name}", "a picture") from None
             (pictures if size else empty).append(picture)
     if empty:
