@@ -191,7 +191,7 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "schedule": "cosine",
             "weight_decay": 0.0,
         },
-        # The paper has sizes and rate, the same for both; all else is the repository's.
+        # Sizes and rate are Pathfinder's in the paper; all else is the repository's.
         "pathfinder": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 512),
         "pathx": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 64, **_LRA_PATHX),
     },

@@ -1,8 +1,11 @@
 """Pathfinder's pictures as Long Range Arena published them.
 
-A level is a folder `imgs/N/sample_M.png` beside `metadata/N.npy`, whose rows have 11 columns, among
-them the picture's folder and name (0 and 1) and its label (3). The metadata of the archive are
-plain text, in spite of their name; the generator's are arrays. Both are read.
+    lra_release/lra_release/pathfinder32/curv_contour_length_14/imgs/0/sample_0.png ...
+    lra_release/lra_release/pathfinder32/curv_contour_length_14/metadata/0.npy ...
+
+A row of the metadata has 11 columns, among them the picture's folder and name (0 and 1) and its
+label (3). In the archive these files are plain text, in spite of their name; those of the original
+generator are arrays. Both are read.
 """
 
 import hashlib
