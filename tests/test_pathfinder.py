@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import jax.numpy as jnp
 import numpy as np
@@ -269,8 +270,8 @@ def test_missing_pictures_say_where_to_get_them(tmp_path, capsys, task):
         assert part in message
 
 
-@pytest.mark.parametrize("kernel", ["llops", "softmax"])
-def test_a_black_picture_is_no_padding(tmp_path, kernel):
+@pytest.mark.parametrize(("kernel", "options"), [("llops", {"num_features": 8}), ("softmax", {})])
+def test_a_black_picture_is_no_padding(tmp_path, kernel, options):
     """An encoder gives the same finite numbers as without any mask."""
     level = write_level(tmp_path / "data" / HARD)
     for path in level.rglob("*.png"):
@@ -280,7 +281,7 @@ def test_a_black_picture_is_no_padding(tmp_path, kernel):
     mask = objectives.real_tokens(batch)
     encoder = Encoder(
         257, 1024, num_layers=1, width=16, num_heads=2, mlp_width=16, kernel=kernel,
-        positions="learned", rngs=nnx.Rngs(0),
+        options=options, positions="learned", rngs=nnx.Rngs(0),
     )  # fmt: skip
     with_mask, without = (encoder(jnp.asarray(batch["tokens"]), m) for m in (mask, None))
     assert_close(with_mask, without)  # finite, too
@@ -350,6 +351,16 @@ def test_an_interrupted_generation_goes_on(tmp_path, monkeypatch, cores):
     assert load(tmp_path, data=None, **SMALL).fingerprint == whole
     assert len(drawn) - 4 == 10 - (len(parts) - 1)
     assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_runs_at_the_same_time(tmp_path, monkeypatch):
+    """They share the parts, and none minds that the first to finish removes them."""
+    monkeypatch.setattr(pathfinder, "PART", 5)
+    alone = load(tmp_path, data=None, cache="alone", **SMALL).fingerprint
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(load, tmp_path, data=None, **SMALL) for _ in range(3)]
+    assert {run.result().fingerprint for run in runs} == {alone}
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_a_split_in_parts_is_written_like_a_whole_one(tmp_path):

@@ -1,7 +1,9 @@
 """Data sets that are made in parts and kept part by part, so that an interruption costs little."""
 
+import contextlib
 import functools
 import os
+import random
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +26,8 @@ def make_parts(
     """Make all parts of some splits, in as many threads as there are cores, and give them in order.
 
     Every part becomes a file in `folder`, which appears when it is whole. One that an interrupted
-    run has left is not made again, unless it is damaged. Only the parts that are being made, or
-    the one that is given, are in memory.
+    run has left, or that another run at the same time has made, is not made again, unless it is
+    damaged. Only the parts that are being made, or the one that is given, are in memory.
 
     Args:
         folder: made if absent; to be removed by whoever has stored the parts elsewhere.
@@ -45,7 +47,9 @@ def make_parts(
         ThreadPoolExecutor(os.cpu_count() or 1) as pool,
         tqdm.tqdm(total=count, desc=name, unit=" examples", disable=not progress) as bar,
     ):
-        running = [pool.submit(_length, part) for split in parts.values() for part in split]
+        jobs = [part for split in parts.values() for part in split]
+        random.shuffle(jobs)  # so that runs at the same time do not make the same parts
+        running = [pool.submit(_length, part) for part in jobs]
         try:
             for future in as_completed(running):
                 bar.update(future.result())
@@ -65,9 +69,10 @@ def _load_or_make(path: Path, make: Callable[[], Split]) -> Split:
             return Split(**fields, max_length=int(arrays["max_length"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         part = make()
-    path.parent.mkdir(parents=True, exist_ok=True)
     fields = {field: getattr(part, field) for field in ARRAYS}
-    with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
-        np.savez(Path(temporary) / path.name, max_length=part.max_length, **fields)
-        os.replace(Path(temporary) / path.name, path)
+    with contextlib.suppress(FileNotFoundError):  # when a faster run has removed the folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
+            np.savez(Path(temporary) / path.name, max_length=part.max_length, **fields)
+            os.replace(Path(temporary) / path.name, path)
     return part

@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from experiments.tasks.pathfinder_shapes import Shapes, make_shapes
 
-_CELLS = 2**24  # of all pictures that grow at once
+_CELLS = 2**24  # at most, of all pictures that grow at once
+_ATTEMPTS = 32  # for every picture that is wanted; one in 2 to one in 200 succeeds
 _PROPOSALS = 32  # places that are tried at once for the first dash of a distractor
 _RETRIALS = 4  # of a distractor, as published
 _BORDER = 127
@@ -100,7 +101,7 @@ def generate(
     for margin in p.margins:
         places = np.flatnonzero(margins == margin)
         while len(places):
-            drawn, drawn_labels = _Batch(p, margin, bits).draw()
+            drawn, drawn_labels = _Batch(p, margin, bits, _ATTEMPTS * len(places)).draw()
             used, places = np.split(places, [len(drawn)])
             pictures[used], labels[used] = drawn[: len(used)], drawn_labels[: len(used)]
     return pictures, labels
@@ -117,7 +118,7 @@ class _Batch:
     `owner` [n, cells] holds which dash keeps a cell free for itself, counted from 1; 0 is free.
     """
 
-    def __init__(self, p: Parameters, margin: int, bits: np.random.PCG64):
+    def __init__(self, p: Parameters, margin: int, bits: np.random.PCG64, attempts: int):
         self.p = p
         self.bits = bits
         self.border = p.dash_length + 3 * margin + 2  # a pivot may lie outside by margin + 1
@@ -128,7 +129,7 @@ class _Batch:
         owner = np.full((self.row, self.row), _BORDER, np.int8)
         inner = slice(self.border + p.padding, self.border + p.side - p.padding)
         owner[inner, inner] = 0
-        n = _CELLS // owner.size
+        n = min(attempts, _CELLS // owner.size)
         self.owner = np.tile(owner.reshape(-1), (n, 1))
         # Pivot and direction of every dash, in the order of `owner`; direction -1 is no dash.
         dashes = 2 * p.contour_length + p.num_distractors * p.distractor_length
