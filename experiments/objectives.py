@@ -114,7 +114,8 @@ def token_prediction(
 
     def predict(params, batch, key, rngs):
         T = batch["tokens"].shape[-1]
-        tokens, real = batch["tokens"].reshape(-1, T), real_tokens(batch).reshape(-1, T)
+        tokens = batch["tokens"].reshape(-1, T).astype(jnp.int32)  # mask_id may not fit in a byte
+        real = real_tokens(batch).reshape(-1, T)
         if objective == "masked":
             wanted = real & jax.random.bernoulli(key, mask_ratio, real.shape)
             logits = module(params)(jnp.where(wanted, mask_id, tokens), real, rngs=rngs)

@@ -6,6 +6,7 @@ import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -285,6 +286,26 @@ def test_a_black_picture_is_no_padding(tmp_path, kernel, options):
     )  # fmt: skip
     with_mask, without = (encoder(jnp.asarray(batch["tokens"]), m) for m in (mask, None))
     assert_close(with_mask, without)  # finite, too
+
+
+def test_masked_pixels_are_no_grey_level():
+    """Tokens are bytes and the mask's id is 256, which is no byte."""
+    seen = []
+
+    def module(params):
+        def predictor(tokens, mask, rngs):
+            seen.append(tokens)
+            return jnp.zeros((*tokens.shape, 257))
+
+        return predictor
+
+    objective = objectives.token_prediction(module, "masked", 0.5, image.VOCABULARY.index("<mask>"))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 1024), np.uint8)
+    batch = {"tokens": tokens, "length": np.full(2, 1024)}
+    objective.loss(None, batch, jax.random.key(0))
+    masked = np.asarray(seen[0] == 256)
+    assert 0.4 < masked.mean() < 0.6
+    np.testing.assert_array_equal(seen[0][~masked], tokens[~masked])
 
 
 def test_generated_pictures(tmp_path):
