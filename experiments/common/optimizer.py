@@ -18,12 +18,12 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def learning_rate_schedule(
-    schedule: str, peak: float, warmup_steps: int, total_steps: int
+    schedule: str, peak: float, warmup_steps: int, total_steps: int, last: float = 0.0
 ) -> optax.Schedule:
     """The learning rate of every step.
 
     It rises linearly from 0 at step 0 to `peak` at `warmup_steps`. Then it stays (`constant`),
-    falls to 0 at `total_steps` along half a cosine or linearly, or falls as
+    falls to `last` at `total_steps` along half a cosine or linearly, or falls as
     peak * sqrt(warmup_steps / step) (`rsqrt`, which needs a warm-up).
 
     Raises:
@@ -39,8 +39,8 @@ def learning_rate_schedule(
         raise ValueError("warmup_steps=0 with schedule='rsqrt', expected at least 1.")
     rest = max(total_steps - warmup_steps, 1)
     after = {
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest, last / peak),
+        "linear": optax.linear_schedule(peak, last, rest),
         "constant": optax.constant_schedule(peak),
         "rsqrt": lambda step: peak * jnp.sqrt(warmup_steps / (warmup_steps + jnp.maximum(step, 0))),
     }[schedule]

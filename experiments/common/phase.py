@@ -56,6 +56,8 @@ class Phase:
         eval_fn: see `experiments.common.evaluate.evaluate`; every evaluation uses the same keys.
         best_metric: the metric of `eval_fn` by which the best parameters are chosen.
         best_mode: `max` or `min`.
+        after_eval: called with the parameters and the step after every evaluation, to show more of
+            them; it must not change anything that the run depends on.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Phase:
     eval_fn: EvalFn
     best_metric: str = "accuracy"
     best_mode: str = "max"
+    after_eval: Callable[[Any, int], None] = lambda params, step: None
 
     def __post_init__(self) -> None:
         """Refuse what would fail only after the first steps."""

@@ -195,6 +195,8 @@ class PhaseRun:
             self._diverged(f"the evaluation after step {self.step} gives {metrics}")
         self.log.write("eval", self.step, metrics)
         self.evaluations[self.step] = metrics
+        with self.clock.paused():
+            self.phase.after_eval(self.state.params, self.step)
         return True
 
     def _checkpoint_is_due(self) -> bool:

@@ -7,7 +7,7 @@ METRICS = ("loss", "accuracy")
 
 
 def plot_run(run_dir: str | pathlib.Path) -> pathlib.Path:
-    """Draw loss and accuracy of every phase of a run from its CSV files to `<run_dir>/curves.png`.
+    """Draw loss and accuracy (where there is any) of every phase to `<run_dir>/curves.png`.
 
     Raises:
         ValueError: if the folder has no rows yet.
@@ -24,7 +24,8 @@ def plot_run(run_dir: str | pathlib.Path) -> pathlib.Path:
     if not curves:
         raise ValueError(f"{run_dir} has no rows in *_train.csv or *_eval.csv to draw.")
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axis, metric in zip(figure.subplots(1, len(METRICS)), METRICS):
+    metrics = [name for name in METRICS if any(name in rows[0] for rows in curves.values())]
+    for axis, metric in zip(figure.subplots(1, len(metrics), squeeze=False)[0], metrics):
         for (kind, phase), rows in curves.items():
             if metric in rows[0]:
                 steps = [row["step"] for row in rows]

@@ -183,9 +183,7 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Products with the embedding: [..., E] -> [..., V], float32."""
-        table = self.embedding.embedding[...].astype(x.dtype)
-        precision = precision_for(x)
-        return jnp.dot(x, table.T, precision=precision, preferred_element_type=jnp.float32)
+        return tied_logits(x, self.embedding.embedding[...])
 
     def empty_state(self, batch: int, max_length: int = 0) -> DecoderState:
         """The state before the first token.
@@ -216,6 +214,16 @@ class Decoder(nnx.Module):
                 draw = jax.random.normal(rngs.params(), variable.shape, variable.dtype)
                 variable.set_value(scale * draw)
         nnx.update(self, state)
+
+
+def tied_logits(x: jax.Array, table: jax.Array) -> jax.Array:
+    """Products of x [..., E] with the rows of a table [V, E], in x's dtype: [..., V] float32."""
+    return jnp.dot(
+        x,
+        table.astype(x.dtype).T,
+        precision=precision_for(x),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def count_positions(
