@@ -45,6 +45,8 @@ from lowrank_attn.models.folder import Arrays, arrays_of, build, load_decoder, s
 from lowrank_attn.models.generate import stream
 from lowrank_attn.models.sampling import Sampling
 
+# Names of parameters without weight decay, besides vectors.
+NOT_DECAYED = (*lra.NOT_DECAYED, "bias", "skip")
 SAMPLED_TOKENS = 64
 PROMPT_TOKENS = 16
 
@@ -100,12 +102,11 @@ def make_optimizer(config: Config, model: PureModule):
         config.steps,
         config.last_rate * config.learning_rate,
     )
-    spared = (*lra.NOT_DECAYED, "bias", "skip")
     return optimizer.adamw(
         schedule,
         b2=config.b2,
         weight_decay=config.weight_decay,
-        no_decay=lambda name: name.split("/")[-1] in spared,
+        no_decay=lambda name: name.split("/")[-1] in NOT_DECAYED,
         frozen=model.is_constant,
         clip_at=config.clip_at,
     )
@@ -141,7 +142,7 @@ def make_phase(
 
 def write_samples(model, text: TokenText, tokenizer: Tokenizer, path: pathlib.Path) -> str:
     """Let a model go on from the beginnings of two validation documents; the text is returned."""
-    tokens = np.concatenate([shard[: 2**20] for shard in text.splits["validation"]])
+    tokens = next(shard for shard in text.splits["validation"] if len(shard))[: 2**20]
     begins = np.flatnonzero(tokens == text.eot)[:2]
     prompts = [tokens[begin : begin + PROMPT_TOKENS].tolist() for begin in begins]
     steps = stream(
