@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
-from experiments.tasks import image, listops, text
+from experiments.tasks import image, listops, retrieval, text
 from experiments.tasks.base import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
     "listops": listops.load,
     "text": text.load,
+    "retrieval": retrieval.load,
     "image": image.load,
 }

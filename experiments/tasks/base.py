@@ -21,7 +21,7 @@ from absl import logging
 
 SPLITS = ("train", "validation", "test")
 _FORMAT = 1
-_ARRAYS = ("tokens", "lengths", "labels")
+_ARRAYS = ("tokens", "lengths", "labels", "starts")
 
 
 class DataError(ValueError):
@@ -50,11 +50,14 @@ class Split:
     [2].
 
     Attributes:
-        tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths].
+        tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths]; with
+            `starts` each sequence once, however many examples have it.
         lengths: int32 [N], or [N, 2]; each 1..max_length.
         labels: int32 [N].
         max_length: the largest size to which sequences are padded. Nothing is ever cut to it.
         buckets: smaller sizes, ascending; an example is padded to the first that holds it.
+        starts: where each sequence begins in `tokens`, int64 in the shape of `lengths`; None: where
+            the one before ends.
     """
 
     tokens: npt.NDArray[Any] = dataclasses.field(repr=False)
@@ -62,10 +65,11 @@ class Split:
     labels: npt.NDArray[Any] = dataclasses.field(repr=False)
     max_length: int
     buckets: tuple[int, ...] = ()
+    starts: npt.NDArray[np.int64] | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each sequence begins in `tokens`, and the end: int64 [number of sequences + 1]."""
+        """Without `starts`, where each sequence begins, and the end: int64 [sequences + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     @functools.cached_property
@@ -92,10 +96,12 @@ class Split:
     def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """Give examples `indices` [B] stacked, padded to the largest of their sizes."""
         lengths = self.lengths[indices]
-        starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
+        starts = self.starts
+        if starts is None:
+            starts = self.offsets[:-1].reshape(self.lengths.shape)
         column = np.arange(self.sizes[indices].max())
         real = column < lengths[..., None]
-        tokens = self.tokens[np.where(real, starts[..., None] + column, 0)]
+        tokens = self.tokens[np.where(real, starts[indices][..., None] + column, 0)]
         tokens[~real] = 0
         return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
 
@@ -148,8 +154,9 @@ def _write(folder: Path, description: dict[str, Any], splits: Mapping[str, Split
     for name, split in splits.items():
         for field in _ARRAYS:
             array = getattr(split, field)
-            np.save(folder / f"{name}.{field}.npy", array)
-            digests[f"{name}.{field}"] = _digest(array)
+            if array is not None:
+                np.save(folder / f"{name}.{field}.npy", array)
+                digests[f"{name}.{field}"] = _digest(array)
     counts = {name: len(split) for name, split in splits.items()}
     manifest = {"description": description, "counts": counts, "sha256": digests}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -172,8 +179,9 @@ def _open(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Split], 
             raise ValueError(f"other content than when it was written: {damaged}")
         splits = {}
         for name in SPLITS:
-            tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in _ARRAYS)
-            splits[name] = Split(tokens, lengths, labels, found["max_length"])
+            tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in _ARRAYS[:3])
+            starts = arrays.get(f"{name}.starts")
+            splits[name] = Split(tokens, lengths, labels, found["max_length"], starts=starts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning("The data cache %s is damaged and will be rebuilt: %s", folder, error)
         return None
