@@ -3,19 +3,21 @@
 import gzip
 import hashlib
 import io
+import lzma
 import posixpath
 import re
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.tasks.base import DataError
 from experiments.tasks.files import file_hash
 
 _TREES = ("usr/share/man", "share/man", "man", ".")
-_PAGE = re.compile(r"(?:.*/)?man[^/]+/(?P<name>[^/]+\.[1-9][^/.]*)(?P<gz>\.gz)?")
+_PAGE = re.compile(r"man[1-9][^/]*/(?P<name>[^/]+\.[1-9][^/.]*)(?P<gz>\.gz)?")
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 REMEDY = (
     "on Debian or Ubuntu, in an empty folder:\n"
     "      apt-get download manpages manpages-dev\n"
@@ -76,12 +78,12 @@ def read(paths: Sequence[Path]) -> Iterator[File]:
     for path in paths:
         try:
             yield from _read_folder(path) if path.is_dir() else _read_package(path)
-        except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
+        except (ValueError, tarfile.TarError, *_DAMAGED) as error:
             raise DataError(
                 f"{path} cannot be read: {error}",
                 tried=[path],
                 expected="a Debian package with data.tar.xz or .gz, or a folder of pages",
-                remedy=f"get it again: {REMEDY}",
+                remedy=f"get it again, or unpack it with `dpkg-deb -x PACKAGE FOLDER`; {REMEDY}",
             ) from error
 
 
@@ -90,15 +92,17 @@ def _read_folder(folder: Path) -> Iterator[File]:
         if page := _PAGE.fullmatch(f"{folder.name}/{path.name}"):
             if path.is_symlink():
                 yield File(page["name"], links=path.resolve().name.removesuffix(".gz"))
-            else:
+            elif path.is_file():
                 yield File(page["name"], _unpacked(path.name, path.read_bytes(), page["gz"]))
 
 
 def _read_package(path: Path) -> Iterator[File]:
-    with tarfile.open(fileobj=io.BytesIO(_data_member(path.read_bytes()))) as tar:
+    compression, archive = _data_member(path.read_bytes())
+    mode: Any = f"r:{compression}"
+    with tarfile.open(fileobj=io.BytesIO(archive), mode=mode) as tar:
         for member in tar:
-            page = _PAGE.fullmatch(member.name.removeprefix("./").removeprefix("usr/share/man/"))
-            if not page or not member.name.startswith(("./usr/share/man/man", "usr/share/man/man")):
+            page = _PAGE.fullmatch(member.name.partition("usr/share/man/")[2])
+            if page is None:
                 continue
             if member.issym() or member.islnk():
                 links = posixpath.basename(member.linkname).removesuffix(".gz")
@@ -107,8 +111,8 @@ def _read_package(path: Path) -> Iterator[File]:
                 yield File(page["name"], _unpacked(member.name, file.read(), page["gz"]))
 
 
-def _data_member(package: bytes) -> bytes:
-    """The archive of files in a package, which is an `ar` archive.
+def _data_member(package: bytes) -> tuple[str, bytes]:
+    """The compression and the content of `data.tar.*` in a package, which is an `ar` archive.
 
     Headers have 60 bytes: the name in 16, the size as decimal digits in 10 from byte 48, and at the
     end 0x60 0x0a. Members start at even places.
@@ -124,7 +128,7 @@ def _data_member(package: bytes) -> bytes:
         if len(member) < size:
             raise ValueError(f"cut short after {len(package)} bytes")
         if header.startswith(b"data.tar"):
-            return member
+            return header[:16].decode("latin-1").rstrip(" /")[len("data.tar.") :], member
         place += 60 + size + size % 2
     raise ValueError("it has no member data.tar.*")
 
@@ -132,5 +136,5 @@ def _data_member(package: bytes) -> bytes:
 def _unpacked(name: str, content: bytes, compressed: str | None) -> bytes:
     try:
         return gzip.decompress(content) if compressed else content
-    except (OSError, EOFError, zlib.error) as error:
+    except _DAMAGED as error:
         raise ValueError(f"{name}: {error}") from error

@@ -20,6 +20,7 @@ from experiments.tasks import manpage_files, roff
 from experiments.tasks.base import DataError, Split
 from experiments.tasks.pairs import PairBuilder
 
+VERSION = 1  # of what is made of the same pages
 _DROPPED = {
     "SEE ALSO", "AUTHOR", "AUTHORS", "COLOPHON", "COPYRIGHT", "REPORTING BUGS", "BUG REPORTS",
 }  # fmt: skip

@@ -71,7 +71,12 @@ def load(
             return {name: _read(path, progress) for name, path in paths.items()}
     else:
         found = manpage_files.find(data_dir)
-        described = {"from": source, "files": manpage_files.fingerprint(found), "seed": seed}
+        described = {
+            "from": source,
+            "version": manpages.VERSION,
+            "files": manpage_files.fingerprint(found),
+            "seed": seed,
+        }
 
         def build() -> dict[str, Split]:
             return manpages.build(found, seed, progress)

@@ -30,6 +30,7 @@ _CHARACTERS = {
 }  # fmt: skip
 _SINGLE = {"-": "-", "e": "\\", "\\": "\\", "~": " ", "0": " ", "t": "\t", "(": ""}
 _ARGUMENT = re.compile(r'"((?:[^"]|"")*)"?|((?:\\.|[^\s])+)')
+_CELL = re.compile(r"^T}|T{$")  # around a cell of several lines in a table
 _REQUEST = re.compile(r"[.'][ \t]*([A-Za-z]+|[^\s\w]*)(.*)")
 
 
@@ -60,7 +61,7 @@ def sections(source: str) -> list[tuple[str, str]]:
             if title:
                 found.append((title, []))
         elif found:
-            text = _macro(name, rest) if request else plain(line)
+            text = _macro(name, rest) if request else plain(_CELL.sub("", line))
             if text.strip():
                 found[-1][1].append(text)
     return [(heading, "\n".join(lines)) for heading, lines in found]
