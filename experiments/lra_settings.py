@@ -26,7 +26,9 @@ class Config(LoopSettings):
     data_dir: str | None = setting(
         None, "folder of the published files; default: generated data", changes_result=False
     )
-    task_options: str = setting("", "of the task, such as validation=test for text")
+    task_options: str = setting(
+        "", "of the task, such as validation=test for text, source=manpages for retrieval"
+    )
     cache_dir: str = setting("data", "folder for prepared data", changes_result=False)
     run_dir: str | None = setting(
         None, "folder of this run; default: under runs/, named by the settings",

@@ -3,11 +3,13 @@
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 
-from experiments import lra
+from experiments import lra, presets
 from experiments.common.phase_run import PhaseRun
+from experiments.lra_settings import Config
 from experiments.tasks import TASKS, retrieval
 from experiments.tasks.base import DataError
 
@@ -100,6 +102,7 @@ def test_an_empty_document_is_a_space(tmp_path, caplog):
     (tmp_path / "new_aan_pairs.eval.tsv").write_bytes(b"1.0\ta\tb\t\ttext\n0.0\ta\tb\t\t\n")
     split = load(tmp_path).splits["validation"]
     assert texts(split, 0) == [b" ", b"text"] and texts(split, 1) == [b" ", b" "]
+    assert "3 documents are empty" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,27 @@ def test_without_data_the_message_says_where_to_get_them(tmp_path, capsys, optio
 def test_wrong_options_are_named(tmp_path, option, problem):
     with pytest.raises(ValueError, match=f"{next(iter(option))}={problem}, expected"):
         retrieval.load(tmp_path, tmp_path, **option)
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_every_preset_builds(tmp_path, preset):
+    """The published sizes, seen in the shapes of parameters that are never computed."""
+    settings = presets.resolve(preset, "retrieval", "softmax", "gpu")[1]
+    config = Config(task="retrieval", kernel="softmax", **settings)
+    phases, _ = lra.make_phases(config, load(write_pairs(tmp_path)))
+    params = jax.eval_shape(lambda key: phases[-1].init(key, None), jax.random.key(0))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(params["head"])}
+    assert (
+        shapes
+        == {
+            "quick": {(256, 64), (64,), (64, 2), (2,)},
+            "skyformer": {(256, 128), (128,), (128, 2), (2,)},
+            "spt": {(512, 128), (128,), (128, 2), (2,)},
+            "lra-paper": {(256, 512), (512,), (512, 256), (256,), (256, 2), (2,)},
+            "lra-repo": {(256, 512), (512,), (512, 256), (256,), (256, 2), (2,)},
+        }[preset]
+    )
+    assert len(phases) == (2 if preset == "spt" else 1)
 
 
 @pytest.mark.slow
