@@ -127,7 +127,7 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "quick": {
         "listops": {},
         "text": {"steps": 200},
-        "retrieval": {"learning_rate": 1e-3, "batch_size": 8, "steps": 200},
+        "retrieval": {"pooling": "mean", "learning_rate": 1e-3, "steps": 200},
         "image": {"learning_rate": 1e-3, "batch_size": 32},
     },
     "skyformer": {
