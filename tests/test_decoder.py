@@ -223,7 +223,7 @@ def test_settings_that_do_not_fit_are_refused(change, message):
 
 def test_states_that_cannot_be_are_refused():
     options = {"num_heads": 2, "kernel": "window_linear"}
-    config = DecoderConfig(V, 16, ("linear", "softmax"), {"linear": options})
+    config = DecoderConfig(V, 16, ("softmax", "linear"), {"linear": options})
     config = config.replace_mixer("softmax", num_heads=2)
     model = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="max_length=0, expected the length of the longest text"):
