@@ -91,14 +91,14 @@ def test_packed_documents_are_read_apart(name):
     expected = np.concatenate([logits[:n] for logits, n in zip(expected, lengths)])
     assert_close(packed[0], expected)
 
-    # The first 4 tokens come with a state; the row stops after 10 tokens of the last document.
-    _, state = run(model, row[:, :4], state=model.empty_state(1, T))
-    mask = np.arange(4, T)[None] < 25
-    logits, state = run(model, row[:, 4:], mask, segment_ids=segments[:, 4:], state=state)
-    assert_close(logits[0, :21], expected[4:25])
-    assert state.length.tolist() == [10]
-    logits, _ = run(model, row[:, 25:29], state=state)
-    assert_close(logits[0], expected[25:29])
+    # A call goes on with the first document's last token, and stops after one of the last document.
+    _, state = run(model, row[:, :12], state=model.empty_state(1, T))
+    mask = np.arange(12, T)[None] < 16
+    logits, state = run(model, row[:, 12:], mask, segment_ids=segments[:, 12:], state=state)
+    assert_close(logits[0, :4], expected[12:16])
+    assert state.length.tolist() == [1]
+    logits, _ = run(model, row[:, 16:20], state=state)
+    assert_close(logits[0], expected[16:20])
 
 
 @every
