@@ -85,29 +85,29 @@ def read_checkpoint(
     config = read_config(published, shapes_there)
     shapes = shapes_of(config)
 
-    missing, params = [], {}
+    wrong, params = [], {}
     tied = [name for name in TIED[skeleton(config.layers)] if name in named]
     for entry in entries(config.layers, shapes):
         names = tied if entry.path == "embedding/embedding" else [entry.source]
         found = [named.pop(name) for name in names if name in named]
         if not found:
-            missing.append(f"{entry.source} {list(entry.shape)} is missing")
+            wrong.append(f"{entry.source} {list(entry.shape)} is missing")
             continue
         first, array = found[0]
         leaves.append(_leaf(first, entry.path, array, ""))
         if array.shape != entry.shape:
-            missing.append(
+            wrong.append(
                 f"{first}: expected {list(entry.shape)} by config.json, found {list(array.shape)}"
             )
         for other, same in found[1:]:
             leaves.append(_leaf(other, entry.path, same, "tied to the embedding, the same array"))
             if not np.array_equal(same, array):
-                missing.append(f"{other} differs from {first}, but this model ties them")
-        if not missing:
+                wrong.append(f"{other} differs from {first}, but this model ties them")
+        if not wrong:
             params[entry.path] = entry.here(array, shapes[entry.path])
-    missing += [f"{source} is unknown" for source, _ in named.values()]
-    if missing:
-        raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(missing)}.")
+    wrong += [f"{source} is unknown" for source, _ in named.values()]
+    if wrong:
+        raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(wrong)}.")
     order = list(arrays)
     leaves.sort(key=lambda leaf: order.index(leaf.source))
     source = {"config": published, "leaves": [dataclasses.asdict(leaf) for leaf in leaves]}
