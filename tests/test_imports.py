@@ -12,6 +12,12 @@ ALLOWED = {
     "lowrank_attn.ops": {"lowrank_attn.ops"},
     "lowrank_attn.layers": {"lowrank_attn.layers", "lowrank_attn.features", "lowrank_attn.ops"},
     "lowrank_attn.theory": {"lowrank_attn.theory", "lowrank_attn.features"},
+    "lowrank_attn.convert": {
+        "lowrank_attn.convert",
+        "lowrank_attn.models",
+        "lowrank_attn.layers",
+        "lowrank_attn.features",
+    },
     "lowrank_attn.models": {
         "lowrank_attn.models",
         "lowrank_attn.layers",
