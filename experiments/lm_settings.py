@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "published": {
         "steps": 20_000,
         "batch_size": 256,
-        "accumulate": 8,
+        "accumulate": 16,
         "length": 2048,
         "learning_rate": 8e-4,
         "last_rate": 0.1,
@@ -31,7 +31,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "continued": {
         "steps": 2000,
         "batch_size": 256,
-        "accumulate": 8,
+        "accumulate": 16,
         "length": 2048,
         "learning_rate": 8e-5,
         "last_rate": 0.1,
