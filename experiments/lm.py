@@ -26,7 +26,7 @@ from tqdm import tqdm
 from experiments import lra
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
-from experiments.common.evaluate import evaluate
+from experiments.common.evaluate import data_mesh, evaluate, replicated
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
 from experiments.common.plot import plot_run
@@ -164,6 +164,15 @@ def write_samples(model, text: TokenText, tokenizer: Tokenizer, path: pathlib.Pa
     return sample
 
 
+def validate(config: Config, phase: Phase, params: Any) -> dict[str, float]:
+    """The metrics of parameters that have not been trained here yet."""
+    params = jax.device_put(params, replicated(data_mesh()))
+    key = jax.random.key(0)
+    found = evaluate(jax.jit(phase.eval_fn), params, phase.eval_source, config.batch_size, key)
+    assert found is not None
+    return found
+
+
 def run(config: Config) -> dict[str, Any]:
     """Load the text, train, and leave everything in the run's folder.
 
@@ -183,16 +192,10 @@ def run(config: Config) -> dict[str, Any]:
         tqdm.write(f"step {step}:\n{sample}\n", file=sys.stderr)
 
     phase, model = make_phase(config, start, text, after_eval)
-    before: dict[str, float] = {}
+    before = {}
     if start.params is not None:
-        before = evaluate(
-            jax.jit(phase.eval_fn),
-            start.params,
-            phase.eval_source,
-            config.batch_size,
-            jax.random.key(0),
-        )  # type: ignore[assignment]
-        tqdm.write(f"before training: validation {_perplexity(before)}", file=sys.stderr)
+        before = validate(config, phase, start.params)
+        print(f"before training: validation {_perplexity(before)}", file=sys.stderr)
     described = flags.to_dict(config, changes_result=True) | {"data": text.fingerprint}
     outcome = train([phase], config, run_dir, described, tokenizer.fingerprint)
     _save(run_dir / "model", start, arrays_of(model.module(outcome.params)))
@@ -242,7 +245,8 @@ def _save(folder, start, params):
     """Write the model, unless a process before did; one that was stopped on the way starts anew."""
     if not (folder / "decoder.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        save_decoder(folder, start.decoder, params, start.source)
+        # without the devices that they are on, which another machine may not have
+        save_decoder(folder, start.decoder, jax.device_get(params), start.source)
 
 
 def main(argv: list[str]) -> None:

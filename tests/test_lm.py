@@ -152,17 +152,18 @@ def test_command_learns_and_leaves_what_it_promises(command, tmp_path, monkeypat
 
     # the model is the one that was evaluated
     decoder, params, _ = load_decoder(run_dir / "model")
-    phase, _ = lm.make_phase(*inputs(summary, run_dir, decoder))
+    config, start, text = inputs(run_dir, decoder)
+    phase, _ = lm.make_phase(config, start, text)
     nested = nnx.to_pure_dict(nnx.state(build(decoder, params)))
     assert metrics["parameters"] == sum(x.size for x in jax.tree.leaves(nested))
-    found = lm.evaluate(jax.jit(phase.eval_fn), nested, phase.eval_source, 4, jax.random.key(0))
+    found = lm.validate(config, phase, nested)
     assert found["loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
 
     again = command("--steps=60", "--eval_every=30", "--learning_rate=0.01", "--accumulate=2")
     assert again["validation_loss"] == summary["validation_loss"]
 
 
-def inputs(summary, run_dir, decoder):
+def inputs(run_dir, decoder):
     config = Config(**json.loads((run_dir / "result.json").read_text())["config"])
     text = lm.load_text(config, lm.load_tokenizer("bytes"), progress=False)
     return config, lm.Start(decoder, None, None), text

@@ -158,7 +158,7 @@ def test_damaged_parquet_is_named(tmp_path):
 
 def test_damaged_file_stops_unless_it_is_skipped(folder, monkeypatch):
     """What comes before the damage is left out too; shards that are whole are kept."""
-    monkeypatch.setattr(shards, "_FILE_BYTES", 1)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
     content = (folder / "b" / "c.jsonl.gz").read_bytes()
     (folder / "b" / "c.jsonl.gz").write_bytes(content[:-9])
     with pytest.raises(BadText, match=r"c\.jsonl\.gz is damaged at byte"):
@@ -173,14 +173,14 @@ def test_damaged_file_stops_unless_it_is_skipped(folder, monkeypatch):
     assert len(text.skipped) == 1 and "c.jsonl.gz" in text.skipped[0]
     with pytest.raises(BadText):  # what was skipped once is not skipped unasked
         load(folder)
-    monkeypatch.setattr(shards, "_FILE_BYTES", 2**20)  # the files in one shard
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 2**20)  # the files in one shard
     again = load(folder, skip_bad_shards=True, cache_dir=str(cache.parent / "one"))
     assert len(again.splits["train"]) == 1
     assert documents(again, "train") == documents(text, "train")
 
 
 def test_damaged_shard_is_built_again(folder, monkeypatch):
-    monkeypatch.setattr(shards, "_FILE_BYTES", 1)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
     text = load(folder)
     fingerprint, path = text.fingerprint, text.folder / "1.train"
     kept = (text.folder / "0.train").stat().st_mtime_ns
@@ -218,7 +218,7 @@ def test_folder_without_text_says_so(tmp_path):
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_rows_are_the_stream(folder, monkeypatch, length):
     """Across shards, every token but the first is a target once, up to the last whole row."""
-    monkeypatch.setattr(shards, "_FILE_BYTES", 1)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
     text = load(folder)
     assert len(text.splits["train"]) == 3
     stream = np.concatenate(text.splits["train"])

@@ -32,7 +32,7 @@ from experiments.text_data.documents import BadText, find_texts, read_documents
 SPLITS = ("train", "validation")
 DTYPE = np.dtype("<u2")
 _FORMAT = 1
-_FILE_BYTES = 64 * 2**20  # small files are gathered into shards of so much text
+_SHARD_BYTES = 64 * 2**20  # small files are gathered into shards of so much text
 _BATCH_CHARS = 4 * 2**20  # text that is tokenised at once
 
 
@@ -150,8 +150,8 @@ def load_text(settings: TextSettings, tokenizer: Tokenizer, progress: bool = Tru
 
 
 def _groups(files: list[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """Runs of files (name, size) of about `_FILE_BYTES`; a larger file ends a run."""
-    before = np.cumsum([0, *(size for _, size in files)]) // _FILE_BYTES
+    """Runs of files (name, size) of about `_SHARD_BYTES`; a larger file ends a run."""
+    before = np.cumsum([0, *(size for _, size in files)]) // _SHARD_BYTES
     for _, run in itertools.groupby(zip(files, before), key=lambda pair: pair[1]):
         yield [file for file, _ in run]
 
