@@ -115,6 +115,13 @@ def test_empty_source_is_refused():
         next(data.eval_batches(ToySource(0, 0), 4))
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_schedules_end_at_the_last_rate(schedule):
+    rate = optimizer.learning_rate_schedule(schedule, 0.3, 10, 50, last=0.03)
+    found = [float(rate(step)) for step in (10, 30, 50, 60)]
+    assert found == pytest.approx([0.3, 0.165, 0.03, 0.03])
+
+
 @pytest.mark.parametrize("schedule", optimizer.SCHEDULES)
 def test_schedules_have_their_closed_form(schedule):
     rate = optimizer.learning_rate_schedule(schedule, 0.3, 10, 50)
