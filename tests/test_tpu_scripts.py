@@ -1,8 +1,11 @@
 """The scripts for TPUs and clusters: the exact commands that they run, and what they refuse."""
 
+import os
+import pathlib
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 from stub_programs import (
@@ -218,7 +221,9 @@ def test_a_failing_program_ends_the_script_with_its_code(cluster, name):
 
 
 def test_shellcheck():
-    found = shutil.which("shellcheck")
+    found = shutil.which(
+        "shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     if not found:
         pytest.skip("shellcheck is not installed")
     paths = sorted(SCRIPTS.glob("*.sh"))

@@ -25,7 +25,7 @@ status() {
     echo "state=$(<exit_code)"
   elif [[ ! -f pid ]]; then
     echo state=none
-  elif kill -0 "-$(<pid)" 2>/dev/null; then
+  elif grep -q supervise "/proc/$(<pid)/cmdline" 2>/dev/null; then
     echo state=running
   else
     echo state=lost

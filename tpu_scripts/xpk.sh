@@ -2,7 +2,7 @@
 # Runs a command as a workload on TPUs of a GKE cluster, with xpk. What was preempted or stopped by
 # SIGTERM (exit code 143) is started again; errors of the command (1 and 2) end it.
 #
-#   tpu_scripts/xpk.sh --cluster=CLUSTER --name=NAME --zone=ZONE --type=v6e-8 --image=IMAGE \
+#   tpu_scripts/xpk.sh --cluster=CLUSTER --name=NAME --zone=ZONE --type=v6e-4 --image=IMAGE \
 #     --extra=--storage=STORAGE -- \
 #     python -m experiments.lra --task=listops --run_dir=/mnt/runs/listops
 #
