@@ -122,12 +122,13 @@ case $2 in
   cp) cp "$from" "$bucket/part" && mv "$bucket/part" "${to/gs:\\/\\/b/$bucket}" ;;
 esac
 """
-# Counts to a number, 20 a second, in a file that stands for the checkpoint; saves on SIGTERM.
+# Counts to a number, 20 a second, in a file that stands for the checkpoint; saves on SIGTERM,
+# which takes a while.
 COUNT = """
 mkdir -p runs/r/checkpoints/3.orbax-checkpoint-tmp
 n=$(cat runs/r/n 2>/dev/null || echo 0)
 echo "from $n $(cat runs/r/checkpoints/c 2>/dev/null)"
-trap 'echo $n >runs/r/n; exit 143' TERM
+trap 'sleep 0.3; echo $n >runs/r/n; exit 143' TERM
 while ((n < $1)); do n=$((n + 1)); sleep 0.05; done
 echo $n >runs/r/n
 echo kept >runs/r/checkpoints/c
@@ -221,8 +222,11 @@ def test_an_unreadable_bucket_is_no_empty_bucket(cluster):
 
 def test_other_workers_leave_the_bucket_alone(cluster):
     worker = Worker(cluster, "one")
-    worker.start("1", host="t1v-n-1234-w-12")
-    worker.wait("0")
+    worker.start("1000", host="t1v-n-1234-w-12")
+    time.sleep(0.2)
+    worker("stop")
+    worker.wait("143")  # not before the command has saved
+    assert (worker.folder / "runs/r/n").exists()
     assert cluster.calls() == []
 
 
