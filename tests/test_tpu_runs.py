@@ -129,11 +129,20 @@ mkdir -p runs/r/checkpoints/3.orbax-checkpoint-tmp
 n=$(cat runs/r/n 2>/dev/null || echo 0)
 echo "from $n $(cat runs/r/checkpoints/c 2>/dev/null)"
 trap 'sleep 0.3; echo $n >runs/r/n; exit 143' TERM
+touch runs/r/counting
 while ((n < $1)); do n=$((n + 1)); sleep 0.05; done
 echo $n >runs/r/n
 echo kept >runs/r/checkpoints/c
 exit "${2:-0}"
 """
+
+
+def wait_for(path):
+    for _ in range(1000):
+        if path.exists():
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{path} does not appear")
 
 
 class Worker:
@@ -154,7 +163,7 @@ class Worker:
         return self("start", "gs://b/t.tar", "bash", "../../count.sh", *words, **settings)
 
     def wait(self, state):
-        for _ in range(200):
+        for _ in range(500):
             if self("status")[0] == f"state={state}\n":
                 return
             time.sleep(0.02)
@@ -172,11 +181,12 @@ def test_a_new_worker_continues_from_the_snapshot(cluster):
     first.start("1000")
     first.wait("running")
     assert "still runs here" in first.start("1000", code=1)[1]
+    wait_for(first.folder / "runs/r/counting")
     time.sleep(0.3)
     first("stop")
     first.wait("143")
     reached = int((first.folder / "runs/r/n").read_text())
-    assert reached >= 2
+    assert reached >= 1
     shutil.rmtree(first.folder)
 
     second = Worker(cluster, "second")
@@ -201,10 +211,7 @@ def test_snapshots_are_taken_on_the_way(cluster):
     cluster.behave(gcloud=BUCKET)
     worker = Worker(cluster, "one")
     worker.start("1000", every="0.05")
-    for _ in range(200):
-        if (cluster.folder / "bucket/t.tar").exists():
-            break
-        time.sleep(0.02)
+    wait_for(cluster.folder / "bucket/t.tar")
     os.killpg(int((worker.folder / "pid").read_text()), signal.SIGKILL)
     listed = subprocess.run(["tar", "-tf", cluster.folder / "bucket/t.tar"], stdout=-1, check=True)
     names = listed.stdout.decode().split()
@@ -223,7 +230,7 @@ def test_an_unreadable_bucket_is_no_empty_bucket(cluster):
 def test_other_workers_leave_the_bucket_alone(cluster):
     worker = Worker(cluster, "one")
     worker.start("1000", host="t1v-n-1234-w-12")
-    time.sleep(0.2)
+    wait_for(worker.folder / "runs/r/counting")
     worker("stop")
     worker.wait("143")  # not before the command has saved
     assert (worker.folder / "runs/r/n").exists()
@@ -241,9 +248,7 @@ def test_slurm_job_is_requeued_when_its_time_ends(cluster):
     )
     (cluster.folder / "count.sh").write_text(COUNT)
     process = slurm_job(cluster, "bash", "count.sh", "1000")
-    while not (cluster.folder / "runs").exists():
-        time.sleep(0.02)
-    time.sleep(0.1)
+    wait_for(cluster.folder / "runs/r/counting")
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=20)
     assert process.returncode == 143
