@@ -64,12 +64,13 @@ class Cluster:
 
 
 def ssh(command, *flags):
-    return [*TPUS, "tpu-vm", "ssh", "t", "--worker=all", f"--command={command}", *flags, *AT]
+    flags = [f"--command={command}", *flags, "--ssh-flag=-oServerAliveInterval=30"]
+    return [*TPUS, "tpu-vm", "ssh", "t", "--worker=all", *flags, *AT]
 
 
 def ssh_slices(command, *flags):
-    return [*TPUS, "queued-resources", "ssh", "t", "--node=all", "--worker=all",
-            f"--command={command}", *flags, *AT]  # fmt: skip
+    words = ssh(command, *flags)
+    return [*TPUS, "queued-resources", *words[4 : -len(AT)], "--node=all", *AT]
 
 
 def scp(*words, worker="all"):

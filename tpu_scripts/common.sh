@@ -103,9 +103,6 @@ tpus() { # WORD...: gcloud compute tpus
 }
 
 on_workers() { # COMMAND [FLAG...]: runs one line on every worker of every slice
-  if ((slices > 1)); then
-    tpus queued-resources ssh "$name" --node=all --worker=all --command="$1" "${@:2}"
-  else
-    tpus tpu-vm ssh "$name" --worker=all --command="$1" "${@:2}"
-  fi
+  set -- "$name" --worker=all --command="$1" "${@:2}" --ssh-flag=-oServerAliveInterval=30 # preempted VMs hang
+  if ((slices > 1)); then tpus queued-resources ssh "$@" --node=all; else tpus tpu-vm ssh "$@"; fi
 }
