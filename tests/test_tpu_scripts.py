@@ -78,7 +78,10 @@ COMMANDS = {
         scp("--recurse", "t:lowrank_attn/runs", "my results", worker=0),
     ],
     "collect.sh --name=t --zone=z --slices=2": [
-        ssh_slices("cat lowrank_attn/log", "--output-directory=collected/t"),
+        [*QUEUED, "ssh", "t", "--node=0", "--worker=all", "--command=cat lowrank_attn/log",
+         "--output-directory=collected/t/slice-0", *AT],
+        [*QUEUED, "ssh", "t", "--node=1", "--worker=all", "--command=cat lowrank_attn/log",
+         "--output-directory=collected/t/slice-1", *AT],
         [*QUEUED, "scp", "--recurse", "t:lowrank_attn/runs", "collected/t", "--node=0",
          "--worker=0", *AT],
     ],

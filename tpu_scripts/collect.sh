@@ -11,7 +11,7 @@
 # --slices=N          if it was created with more than one                  [TPU_SLICES]
 # --dry-run           print the commands, run nothing                       [TPU_DRY_RUN=1]
 #
-# From the workers: runs/ is that of the first one, and there is one log for each.
+# From the workers: runs/ is that of the first one, and there is one log for each, WORKER.log.
 set -euo pipefail
 # shellcheck source=common.sh
 source "$(dirname "$0")/common.sh"
@@ -28,9 +28,14 @@ if [[ $bucket ]]; then
   exit
 fi
 need zone
-on_workers "cat lowrank_attn/log" --output-directory="$to"
 if ((slices > 1)); then
+  for ((slice = 0; slice < slices; slice++)); do
+    run mkdir -p "$to/slice-$slice" # gcloud names the logs by worker alone
+    tpus queued-resources ssh "$name" --node="$slice" --worker=all --command="cat lowrank_attn/log" \
+      --output-directory="$to/slice-$slice"
+  done
   tpus queued-resources scp --recurse "$name:lowrank_attn/runs" "$to" --node=0 --worker=0
 else
+  on_workers "cat lowrank_attn/log" --output-directory="$to"
   tpus tpu-vm scp --recurse "$name:lowrank_attn/runs" "$to" --worker=0
 fi
