@@ -6,7 +6,6 @@ The last line on standard output is one JSON object. Started again, the same com
 it was stopped. Measured results: `experiments/results/`.
 """
 
-import inspect
 import json
 import pathlib
 import sys
@@ -15,17 +14,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from experiments import objectives, presets
+from experiments import objectives, presets, tasks
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
-from experiments.common.evaluate import evaluate
+from experiments.common.evaluate import at_chance, evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
 from experiments.common.plot import plot_run
 from experiments.common.record import timing, write_result
 from experiments.common.train import train
-from experiments.lra_settings import Config, parse_options
-from experiments.tasks import TASKS
+from experiments.lra_settings import Config
 from experiments.tasks.base import DataError, Task
 from lowrank_attn.models.encoder import Classifier, Encoder, TokenPredictor
 
@@ -34,24 +32,6 @@ NOT_DECAYED = (
     "b", "gain", "lambda", "scale", "exponent", "conv_bias", "position", "cls", "A_log", "dt_bias",
     "decay_bias",
 )  # fmt: skip
-
-
-def load_task(config: Config) -> Task:
-    """The task that the settings name.
-
-    Raises:
-        ValueError: if the task has no such options.
-        DataError: if its data are missing or wrong.
-    """
-    options = parse_options("task_options", config.task_options)
-    load = TASKS[config.task]
-    try:
-        inspect.signature(load).bind(config.data_dir, config.cache_dir, **options)
-    except TypeError as error:
-        raise ValueError(
-            f"task_options={config.task_options!r} do not fit task={config.task!r}: {error}."
-        ) from error
-    return load(config.data_dir, config.cache_dir, **options)
 
 
 def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
@@ -67,11 +47,12 @@ def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
         num_heads=config.num_heads,
         mlp_width=config.mlp_width,
         kernel=config.kernel,
-        options=parse_options("kernel_options", config.kernel_options),
+        options=flags.parse_options("kernel_options", config.kernel_options),
         qk_dim=qk_dim,
         normalize=config.normalize,
         causal=config.causal,
         rule=config.rule,
+        embed=config.embed,
         positions=config.positions,
         use_cls=config.pooling == "cls",
         dropout=config.dropout,
@@ -98,7 +79,17 @@ def make_optimizer(config: Config, peak: float, steps: int, model: PureModule):
 
 
 def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Objective]:
-    """The phases of the run, and the objective that the test uses."""
+    """The phases of the run, and the objective that the test uses.
+
+    Raises:
+        ValueError: if settings for grey levels meet a task whose tokens are none.
+    """
+    levels = config.embed == "levels" or (config.pretrain_steps and config.pretrain_loss == "l1")
+    if levels and task.vocabulary != (*map(str, range(len(task.vocabulary) - 1)), "<mask>"):
+        raise ValueError(
+            f"embed={config.embed!r}, pretrain_loss={config.pretrain_loss!r} with "
+            f"task={config.task!r}, whose tokens are no levels: expected 'table', 'cross_entropy'."
+        )
     classifier = PureModule(
         lambda rngs: Classifier(
             make_encoder(config, task, rngs),
@@ -131,12 +122,16 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
     )
     if not config.pretrain_steps:
         return [training], classification
-    vocabulary = len(task.vocabulary)
+    outputs = 1 if config.pretrain_loss == "l1" else len(task.vocabulary)
     predictor = PureModule(
-        lambda rngs: TokenPredictor(make_encoder(config, task, rngs), vocabulary, rngs=rngs)
+        lambda rngs: TokenPredictor(make_encoder(config, task, rngs), outputs, rngs=rngs)
     )
     prediction = objectives.token_prediction(
-        predictor.module, config.objective, config.mask_ratio, task.vocabulary.index("<mask>")
+        predictor.module,
+        config.objective,
+        config.mask_ratio,
+        task.vocabulary.index("<mask>"),
+        config.pretrain_loss,
     )
     peak = config.pretrain_learning_rate or config.learning_rate
     pretraining = Phase(
@@ -146,6 +141,8 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
         loss_fn=prediction.loss,
         eval_fn=prediction.evaluate,
         optimizer=make_optimizer(config, peak, config.pretrain_steps, predictor),
+        best_metric=objectives.LOSSES[config.pretrain_loss][0],
+        best_mode="min" if config.pretrain_loss == "l1" else "max",
         **shared,
     )
     return [pretraining, training], classification
@@ -157,7 +154,8 @@ def run(config: Config) -> dict[str, Any]:
     Returns:
         The summary that `main` prints.
     """
-    task = load_task(config)
+    options = flags.parse_options("task_options", config.task_options)
+    task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
     phases, classification = make_phases(config, task)
@@ -173,10 +171,13 @@ def run(config: Config) -> dict[str, Any]:
     assert tested is not None
     plot_run(run_dir)
     reference = task.reference_lines()
+    chance = reference["majority class"]
+    no_better = at_chance(tested["accuracy"], chance, len(task.splits["test"]))
     metrics: dict[str, Any] = {
         "test_accuracy": tested["accuracy"],
         "test_loss": tested["loss"],
         "validation_accuracy": outcome.best["accuracy"],
+        "at_chance": no_better,
         "best_step": outcome.best_step,
         "reference": reference,
         "data": task.fingerprint,
@@ -191,7 +192,8 @@ def run(config: Config) -> dict[str, Any]:
     )
     for label, accuracy in reference.items():
         print(f"reference, {label}: {accuracy:.1%}", file=sys.stderr)
-    print(f"test accuracy: {tested['accuracy']:.1%}; curves: {run_dir}", file=sys.stderr)
+    flag = f" AT CHANCE: no better than the majority class, {chance:.1%}" if no_better else ""
+    print(f"test accuracy: {tested['accuracy']:.1%}{flag}; curves: {run_dir}", file=sys.stderr)
     return {
         "task": config.task,
         "kernel": config.kernel,
@@ -199,6 +201,7 @@ def run(config: Config) -> dict[str, Any]:
         "steps": config.steps,
         "seconds": round(outcome.seconds, 1),
         "test_accuracy": tested["accuracy"],
+        "at_chance": no_better,
         "run_dir": str(run_dir),
     }
 

@@ -1,17 +1,15 @@
 """The settings of `experiments.lra`."""
 
-import ast
 import dataclasses
-from typing import Any
 
 from experiments import objectives, presets
 from experiments.common import optimizer
-from experiments.common.flags import setting
+from experiments.common.flags import parse_options, setting
 from experiments.common.phase import LoopSettings
 from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.layers import ATTENTION, GATINGS
-from lowrank_attn.models.encoder import POOLINGS, POSITIONS
+from lowrank_attn.models.encoder import EMBEDDINGS, POOLINGS, POSITIONS
 from lowrank_attn.ops import IMPLEMENTATIONS, NORMALIZERS
 
 
@@ -53,6 +51,9 @@ class Config(LoopSettings):
     rule: str = setting(
         "additive", "of the state; others need --causal", group="model", choices=tuple(GATINGS)
     )
+    embed: str = setting(
+        "table", "of tokens; levels: grey levels as numbers", group="model", choices=EMBEDDINGS
+    )
     positions: str = setting("learned", "kind of positions", group="model", choices=POSITIONS)
     pooling: str = setting("mean", "over tokens", group="model", choices=POOLINGS)
     dropout: float = setting(0.0, "rate", group="model")
@@ -83,6 +84,10 @@ class Config(LoopSettings):
         "masked", "what is predicted", group="pretraining", choices=objectives.OBJECTIVES
     )
     mask_ratio: float = setting(0.1, "share of tokens that are masked", group="pretraining")
+    pretrain_loss: str = setting(
+        "cross_entropy", "l1: of grey levels as numbers", group="pretraining",
+        choices=tuple(objectives.LOSSES),
+    )  # fmt: skip
     pretrain_learning_rate: float | None = setting(
         None, "highest; default: learning_rate", group="pretraining"
     )
@@ -120,21 +125,3 @@ class Config(LoopSettings):
                 f"objective={self.objective!r} with causal={self.causal}: next_token needs "
                 "--causal, masked needs --nocausal."
             )
-
-
-def parse_options(setting: str, text: str) -> dict[str, Any]:
-    """Turn `name=value,name=value` into keyword arguments; values are Python literals or words.
-
-    Raises:
-        ValueError: naming the setting, if a part has no `=`.
-    """
-    options = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{setting}={text!r}: {part!r} is not of the form name=value.")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from lowrank_attn.features import active_features, effective_rank
-from lowrank_attn.models.encoder import Encoder
+from lowrank_attn.models.encoder import Encoder, scale_levels
 
 OBJECTIVES = ("masked", "next_token")
 
@@ -84,7 +84,11 @@ def key_statistics(encoder: Encoder, batch: Any) -> dict[str, jax.Array]:
 
 
 def token_prediction(
-    module: Callable[[Any], nnx.Module], objective: str, mask_ratio: float, mask_id: int
+    module: Callable[[Any], nnx.Module],
+    objective: str,
+    mask_ratio: float,
+    mask_id: int,
+    loss: str = "cross_entropy",
 ) -> Objective:
     """Self-pretraining on the inputs alone.
 
@@ -97,49 +101,69 @@ def token_prediction(
         module: `module(params)` is the `TokenPredictor`; causal for `next_token`.
         objective: one of `OBJECTIVES`.
         mask_ratio: in (0, 1), only for `masked`.
-        mask_id: the id of the mask token.
+        mask_id: the id of the mask token; the ids below are those to predict.
+        loss: `cross_entropy` over all ids, with the metric `accuracy`; or, for ids that are grey
+            levels, `l1`: the predictor gives one number, compared with the level scaled to -1..1,
+            with the metric `squared_error`.
 
     Raises:
-        ValueError: if the objective is unknown, or the ratio would mask nothing or everything.
+        ValueError: if a name is unknown, or the ratio would mask nothing or everything.
 
     Source: "Never Train from Scratch" (Amos et al. 2024), section 3.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is unknown; known: {', '.join(OBJECTIVES)}.")
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is unknown; known: {', '.join(LOSSES)}.")
     if objective == "masked" and not 0 < mask_ratio < 1:
         raise ValueError(
             f"mask_ratio={mask_ratio} with objective='masked', expected a number between 0 and 1: "
             "otherwise there is nothing to learn. Published for ListOps: 0.1."
         )
+    metric, compare = LOSSES[loss]
 
     def predict(params, batch, key, rngs):
         T = batch["tokens"].shape[-1]
-        tokens, real = batch["tokens"].reshape(-1, T), real_tokens(batch).reshape(-1, T)
+        # the id of the mask may be too large for bytes
+        tokens = batch["tokens"].reshape(-1, T).astype(jnp.int32)
+        real = real_tokens(batch).reshape(-1, T)
         if objective == "masked":
             wanted = real & jax.random.bernoulli(key, mask_ratio, real.shape)
-            logits = module(params)(jnp.where(wanted, mask_id, tokens), real, rngs=rngs)
+            outputs = module(params)(jnp.where(wanted, mask_id, tokens), real, rngs=rngs)
             targets = tokens
         else:
-            logits = module(params)(tokens, real, rngs=rngs)[:, :-1]
+            outputs = module(params)(tokens, real, rngs=rngs)[:, :-1]
             wanted, targets = real[:, 1:], tokens[:, 1:]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        correct = jnp.argmax(logits, axis=-1) == targets
-        return losses, correct, wanted
+        return *compare(outputs, targets, mask_id), wanted
 
-    def loss(params, batch, key):
+    def mean_loss(params, batch, key):
         mask_key, dropout_key = jax.random.split(key)
-        losses, correct, wanted = predict(params, batch, mask_key, nnx.Rngs(dropout=dropout_key))
+        losses, scores, wanted = predict(params, batch, mask_key, nnx.Rngs(dropout=dropout_key))
         count = jnp.maximum(jnp.sum(wanted), 1)
-        return jnp.sum(losses * wanted) / count, {"accuracy": jnp.sum(correct & wanted) / count}
+        return jnp.sum(losses * wanted) / count, {metric: jnp.sum(scores * wanted) / count}
 
     def evaluate(params, batch, key):
-        losses, correct, wanted = predict(params, batch, key, None)
+        losses, scores, wanted = predict(params, batch, key, None)
         towers = losses.shape[0] // batch["weight"].shape[0]
         counted = wanted * jnp.repeat(batch["weight"], towers)[:, None]
         total = jnp.sum(counted)
         return {
             "loss": (jnp.sum(losses * counted), total),
-            "accuracy": (jnp.sum(correct * counted), total),
+            metric: (jnp.sum(scores * counted), total),
         }
 
-    return Objective(loss, evaluate)
+    return Objective(mean_loss, evaluate)
+
+
+def _cross_entropy(logits, targets, count):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return losses, jnp.argmax(logits, axis=-1) == targets
+
+
+def _l1(outputs, targets, count):
+    differences = outputs[..., 0] - scale_levels(targets, count)
+    return jnp.abs(differences), differences**2
+
+
+# name -> (metric, losses and scores [B, T] of outputs [B, T, ...] for targets [B, T])
+LOSSES = {"cross_entropy": ("accuracy", _cross_entropy), "l1": ("squared_error", _l1)}

@@ -68,8 +68,8 @@ _COMMON: Mapping[str, Settings] = {
         "eval_every": 1000,
     },
     # "Never Train from Scratch" (Amos et al. 2024), masked, the size of Long Range Arena: sizes,
-    # mask ratio, rates and batch from its repository and table 4. It trains each phase for at most
-    # 200 epochs or 24 hours; the numbers of steps are ours.
+    # mask ratio, rates, pooling and batch from its repository and table 4. It trains each phase for
+    # at most 200 epochs or 24 hours; the numbers of steps are ours.
     "spt": {
         "head_width": None,
         "positions": "sinusoidal",
@@ -113,21 +113,58 @@ def _spt(
     return {**sizes, **rates, **others}
 
 
+def _lra_pathfinder(
+    sizes: Settings, learning_rate: float, batch_size: int, **others: Any
+) -> Settings:
+    """200 epochs of 160,000 pictures, the first of which warms up, as in the repository."""
+    epoch = 160_000 // batch_size
+    return {
+        **sizes,
+        "head_width": sizes["mlp_width"],
+        "pooling": "mean",
+        "steps": 200 * epoch,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "warmup_steps": epoch,
+        "schedule": "cosine",
+        "weight_decay": 0.0,
+        "eval_every": epoch,
+        **others,
+    }
+
+
+# What the repository has for Path-X beyond that.
+_LRA_PATHX: Settings = {"positions": "learned", "clip": "norm", "clip_at": 1.0}
+
 _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "quick": {
         "listops": {},
         "text": {"steps": 200},
         "image": {"learning_rate": 1e-3, "batch_size": 32},
+        "pathfinder": {
+            "task_options": "num_train=20000,num_validation=1000,num_test=2000",
+            "learning_rate": 1e-3,
+            "batch_size": 32,
+        },
+        "pathx": {
+            "task_options": "num_train=2000,num_validation=200,num_test=500",
+            "learning_rate": 1e-3,
+            "batch_size": 4,
+        },
     },
     "skyformer": {
         "listops": _skyformer(1e-4, 32, 1000),
         "text": _skyformer(1e-4, 32, 80),
         "image": _skyformer(1e-4, 256, 175),
+        "pathfinder": _skyformer(2e-4, 128, 312),
+        "pathx": _skyformer(2e-4, 32, 312),  # ours, as are all of this line: not in that study
     },
     "spt": {
         "listops": _spt(_sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
         "text": _spt(_sizes(6, 512, 8, 2048), 1e-4, 5e-4, 0.15, head_width=512, weight_decay=0.1),
         "image": _spt(_sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max"),
+        "pathfinder": _spt(_sizes(4, 128, 8, 128), 5e-4, 1e-3, 0.5),
+        "pathx": _spt(_sizes(4, 128, 4, 128), 5e-4, 5e-4, 0.5, pooling="max"),
     },
     "lra-paper": {
         "listops": {
@@ -154,6 +191,9 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "schedule": "cosine",
             "weight_decay": 0.0,
         },
+        # Sizes and rate are Pathfinder's in the paper; all else is the repository's.
+        "pathfinder": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 512),
+        "pathx": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 64, **_LRA_PATHX),
     },
     "lra-repo": {
         "listops": {
@@ -183,12 +223,59 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
             "schedule": "cosine",
             "weight_decay": 0.0,
         },
+        "pathfinder": _lra_pathfinder(_sizes(4, 32, 4, 32), 1e-3, 512, qk_dim=4, dropout=0.2),
+        "pathx": _lra_pathfinder(_sizes(1, 32, 2, 32), 1e-3, 64, qk_dim=8, **_LRA_PATHX),
     },
 }
+
+# What self-pretraining reads as numbers, in place of ids, and the loss on them.
+_PIXELS = {"image": "l1", "pathfinder": "cross_entropy", "pathx": "cross_entropy"}
+
+# The same, causal: rates on labels and of pretraining, and pooling.
+_CAUSAL: Mapping[str, tuple[float, float, str]] = {
+    "listops": (5e-4, 5e-4, "last"),
+    "text": (1e-4, 1e-3, "mean"),
+    "retrieval": (1e-3, 5e-3, "mean"),
+    "image": (1e-3, 5e-3, "max"),
+    "pathfinder": (1e-3, 1e-3, "mean"),
+    "pathx": (5e-4, 1e-3, "max"),
+}
+
+
+def _masked(task: str) -> dict[str, Any]:
+    settings = {**_COMMON["spt"], **_TASKS["spt"][task]}
+    if task in _PIXELS:
+        settings |= {"embed": "levels", "pretrain_loss": _PIXELS[task]}
+    return settings
+
+
+def _causal(task: str) -> dict[str, Any]:
+    learning_rate, pretrain_learning_rate, pooling = _CAUSAL[task]
+    return {
+        **_masked(task),
+        "causal": True,
+        "objective": "next_token",
+        "learning_rate": learning_rate,
+        "pretrain_learning_rate": pretrain_learning_rate,
+        "pooling": pooling,
+    }
+
+
+def _small(task: str) -> dict[str, Any]:
+    """Ours: that protocol at Skyformer's sizes and batch, most likely that of LLoPS' table 2."""
+    masked, skyformer = _masked(task), {**_COMMON["skyformer"], **_TASKS["skyformer"][task]}
+    sizes = ("num_layers", "width", "num_heads", "mlp_width", "batch_size")
+    head_width = masked["head_width"] and skyformer["width"]
+    return {**masked, **{name: skyformer[name] for name in sizes}, "head_width": head_width}
+
 
 PRESETS: Mapping[str, Mapping[str, Settings]] = {
     preset: {task: {**_COMMON[preset], **settings} for task, settings in tasks.items()}
     for preset, tasks in _TASKS.items()
+} | {
+    "spt": {task: _masked(task) for task in _TASKS["spt"]},
+    "spt-causal": {task: _causal(task) for task in _TASKS["spt"]},
+    "spt-small": {task: _small(task) for task in _TASKS["skyformer"]},
 }
 
 

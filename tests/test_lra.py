@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from experiments import lra, presets
-from experiments.lra_settings import Config, parse_options
+from experiments.common.flags import parse_options
+from experiments.lra_settings import Config
 from experiments.tasks import listops
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -90,7 +91,7 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     assert "effective_rank_0" in header and "active_features_0" in header
     summary = json.loads(out.splitlines()[-1])
     assert list(summary) == [
-        "task", "kernel", "preset", "steps", "seconds", "test_accuracy", "run_dir",
+        "task", "kernel", "preset", "steps", "seconds", "test_accuracy", "at_chance", "run_dir",
     ]  # fmt: skip
     run_dir = pathlib.Path(summary["run_dir"])
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -99,6 +100,11 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
     assert result["command"].startswith("python -m experiments.lra --task=listops")
     assert result["metrics"]["test_accuracy"] == summary["test_accuracy"]
     assert summary["test_accuracy"] * 9 == pytest.approx(round(summary["test_accuracy"] * 9))
+    task = listops.load(data, data / "cache", progress=False)
+    assert result["metrics"]["data"] == task.fingerprint
+    assert json.loads((run_dir / "run.json").read_text())["config"]["data"] == task.fingerprint
+    assert result["metrics"]["at_chance"] is summary["at_chance"]
+    assert ("AT CHANCE" in err) is summary["at_chance"]
     assert set(result["metrics"]["reference"]) == {
         "majority class", "first token", "one level", "two levels",
     }  # fmt: skip
@@ -118,7 +124,7 @@ def test_a_run_leaves_what_it_promises(data, tmp_path):
         cwd=ROOT, check=True,
     )  # fmt: skip
     table = report.with_suffix(".md").read_text()
-    assert f"{summary['test_accuracy']:.3g}" in table and "--task=listops" in table
+    assert f"| {100 * summary['test_accuracy']:.2f} |" in table and "--task=listops" in table
 
 
 @pytest.mark.parametrize(
@@ -164,13 +170,23 @@ def test_every_preset_builds(data, preset, kernel):
     assert name == preset
     config = Config(kernel=kernel, **settings)
     phases, _ = lra.make_phases(config, listops.load(data, data / "cache", progress=False))
-    assert len(phases) == (2 if preset == "spt" else 1)
+    assert len(phases) == (2 if preset.startswith("spt") else 1)
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS)
 def test_presets_are_settings(preset):
     for task in presets.PRESETS[preset]:
         Config(task=task, **presets.resolve(preset, task, "llops", "gpu")[1])
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_print_config_shows_what_a_preset_sets(preset, capsys):
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["lra", "--task=image", f"--preset={preset}", "--print-config", "--seed=7"])
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = presets.resolve(preset, "image", "llops", "cpu")[1] | {"seed": 7, "preset": preset}
+    assert {f"{name} = {value}" for name, value in expected.items()} <= {*lines}
 
 
 def test_auto_is_quick_on_a_cpu_and_skyformer_elsewhere():

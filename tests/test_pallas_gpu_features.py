@@ -71,7 +71,7 @@ def test_factor_gradients(p):
 
 SHAPES = [
     ({"p": 2, "T": 72, "M": 64}, Form(64, False)),
-    ({"p": 3, "T": 300, "G": 2}, Form(0, True)),
+    ({"p": 3, "T": 304, "G": 2}, Form(0, True)),
     ({"p": 4, "T": 136, "D": 128, "M": 192}, Form(96, False)),
 ]
 

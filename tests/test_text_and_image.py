@@ -6,6 +6,7 @@ import pytest
 
 from experiments import lra, objectives
 from experiments.common.phase_run import PhaseRun
+from experiments.common.plot import read_rows
 from experiments.tasks import image, text
 from experiments.tasks.base import DataError
 from experiments.tasks.files import hold_out
@@ -105,6 +106,24 @@ def test_text_reads_bytes(tmp_path, layout):
     )
 
 
+def test_repeated_reviews_are_left_out_on_demand(tmp_path):
+    write_reviews(tmp_path, 20)
+    first, again = (tmp_path / "train/pos" / f"{i}_{i % 11}.txt" for i in (0, 1))
+    again.write_bytes(first.read_bytes())
+    of_test = (tmp_path / "test/neg/5_5.txt").read_bytes()
+    (tmp_path / "train/neg/7_7.txt").write_bytes(of_test)
+    cache = tmp_path / "cache"
+    whole = text.load(tmp_path, cache, validation="test", progress=False)
+    unique = text.load(tmp_path, cache, validation="test", unique=True, progress=False)
+    assert len(whole.splits["train"]) == 40 and len(unique.splits["train"]) == 38
+    texts = {
+        name: [row["tokens"][: row["length"]].tobytes() for row in unique.splits[name]]
+        for name in ("train", "test")
+    }
+    assert len(set(texts["train"])) == 38 and not {*texts["train"]} & {*texts["test"]}
+    assert len(texts["test"]) == 40
+
+
 def test_text_is_cut_by_bytes():
     """Also inside a character of several bytes."""
     ids = text.encode("é".encode() * 3000)
@@ -140,7 +159,7 @@ def test_wrong_task_options_are_named(tmp_path, capsys):
     write_reviews(tmp_path, 3)
     for option, message in (
         ("validation=none", "validation='none', expected 'train' or 'test'"),
-        ("size=3", "task_options='size=3' do not fit task='text'"),
+        ("size=3", "task_options={'size': 3} do not fit task='text'"),
     ):
         with pytest.raises(SystemExit) as stop:
             lra.main(["lra", "--task=text", f"--data_dir={tmp_path}", f"--task_options={option}",
@@ -171,6 +190,33 @@ def test_training_in_buckets_and_going_on(tmp_path, capsys):
     assert curves[0] == curves[1]
 
 
+@pytest.mark.slow
+def test_pictures_are_pretrained_as_levels(tmp_path):
+    write_cifar(tmp_path / "data", 4)
+    run_dir = tmp_path / "run"
+    lra.main([
+        "lra", "--task=image", f"--data_dir={tmp_path / 'data'}", "--preset=spt-small",
+        f"--cache_dir={tmp_path / 'cache'}", f"--run_dir={run_dir}", "--kernel=elu", "--width=8",
+        "--num_layers=1", "--mlp_width=8", "--head_width=8", "--batch_size=2", "--dtype=float32",
+        "--pretrain_steps=4", "--steps=2", "--eval_every=2", "--log_every=1",
+    ])  # fmt: skip
+    rows = read_rows(run_dir / "pretrain_eval.csv")
+    assert [set(row) for row in rows] == 2 * [{"step", "loss", "squared_error"}]
+    assert all(0 < row["squared_error"] < 9 for row in rows)
+
+
+@pytest.mark.parametrize("argument", ["--embed=levels", "--pretrain_loss=l1"])
+def test_reviews_are_no_levels(tmp_path, capsys, argument):
+    write_reviews(tmp_path, 10)
+    arguments = [f"--{name}_dir={tmp_path / name}" for name in ("cache", "run")]
+    with pytest.raises(SystemExit) as stop:
+        lra.main(["lra", "--task=text", f"--data_dir={tmp_path}", argument, "--pretrain_steps=4",
+                  *arguments])  # fmt: skip
+    assert stop.value.code == 2
+    assert "task='text', whose tokens are no levels" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def stop_at(step, dispatch):
     def stopping(self):
         if self.step == step:
@@ -187,3 +233,5 @@ def test_held_out_examples_are_a_function_of_count_and_seed():
     assert (held != hold_out(1000, 0.1, 4)).any()
     with pytest.raises(ValueError, match="seed=-1"):
         hold_out(10, 0.1, -1)
+    with pytest.raises(ValueError, match="9 examples are too few to hold out 10% of them"):
+        hold_out(9, 0.1, 0)

@@ -1,5 +1,6 @@
 """Evaluation, and the placement of batches on devices that training shares with it."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,6 +74,14 @@ def evaluate(
                 f"eval_fn gave {name!r} a weight of 0 over all {len(source)} examples."
             )
     return {name: float(total / weight) for name, (total, weight) in sums.items()}
+
+
+def at_chance(accuracy: float, chance: float, examples: int) -> bool:
+    """Whether an accuracy cannot be told from that of always saying the most frequent label.
+
+    True up to 3 standard errors above `chance`: chance + 3 sqrt(chance (1 - chance) / examples).
+    """
+    return accuracy <= chance + 3 * math.sqrt(chance * (1 - chance) / examples)
 
 
 def _add(sums: dict[str, np.ndarray], totals: Mapping[str, tuple]) -> None:

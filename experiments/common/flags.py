@@ -11,9 +11,11 @@ field itself:
     config = parse(Config, sys.argv)
 """
 
+import ast
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 import sys
 import types
@@ -129,6 +131,24 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def parse_options(setting: str, text: str) -> dict[str, Any]:
+    """Turn `name=value,name=value` into keyword arguments; values are Python literals or words.
+
+    Raises:
+        ValueError: naming the setting, if a part has no `=`.
+    """
+    options = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{setting}={text!r}: {part!r} is not of the form name=value.")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
 def _define(config_type: type, field: dataclasses.Field, values: flags.FlagValues) -> None:
     default: Any = field.default
     about, choices = field.metadata["help"], field.metadata["choices"]
@@ -157,7 +177,7 @@ def _underscored(argument: str) -> str:
 
 
 def _help(config_type: type) -> str:
-    lines = [(config_type.__doc__ or "").strip().split("\n")[0], ""]
+    lines = [inspect.cleandoc(config_type.__doc__ or ""), ""]
     groups: dict[str, list[str]] = {}
     for field in dataclasses.fields(config_type):
         choices = field.metadata["choices"]

@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from absl import logging
 
 SPLITS = ("train", "validation", "test")
 _FORMAT = 1
-_ARRAYS = ("tokens", "lengths", "labels")
+ARRAYS = ("tokens", "lengths", "labels")
 
 
 class DataError(ValueError):
@@ -75,6 +75,13 @@ class Split:
         sizes = np.array([*self.buckets, self.max_length])
         return sizes[np.searchsorted(sizes, longest)]
 
+    @functools.cached_property
+    def _rows(self) -> npt.NDArray[Any] | None:
+        """`tokens` [N, max_length] if all sequences have that length, as pictures do."""
+        if self.lengths.ndim > 1 or not np.all(self.lengths == self.max_length):
+            return None
+        return self.tokens.reshape(-1, self.max_length)
+
     def __len__(self) -> int:
         """Give N."""
         return len(self.labels)
@@ -91,6 +98,9 @@ class Split:
 
     def take(self, indices: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
         """Give examples `indices` [B] stacked, padded to the largest of their sizes."""
+        if self._rows is not None:
+            tokens, lengths = self._rows[indices], self.lengths[indices]
+            return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
         lengths = self.lengths[indices]
         starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
         column = np.arange(self.sizes[indices].max())
@@ -142,17 +152,47 @@ def _digest(array: npt.NDArray[Any]) -> str:
     return digest.hexdigest()
 
 
-def _write(folder: Path, description: dict[str, Any], splits: Mapping[str, Split]) -> None:
+def _write(
+    folder: Path, description: dict[str, Any], splits: Mapping[str, Split | Iterable[Split]]
+) -> None:
     folder.mkdir()
-    digests = {}
+    counts, digests = {}, {}
     for name, split in splits.items():
-        for field in _ARRAYS:
-            array = getattr(split, field)
-            np.save(folder / f"{name}.{field}.npy", array)
+        paths = {field: folder / f"{name}.{field}.npy" for field in ARRAYS}
+        if isinstance(split, Split):
+            for field, path in paths.items():
+                np.save(path, getattr(split, field))
+        else:
+            _write_parts(paths, split)
+        for field, path in paths.items():
+            array = np.load(path, mmap_mode="r")
             digests[f"{name}.{field}"] = _digest(array)
-    counts = {name: len(split) for name, split in splits.items()}
+        counts[name] = len(array)
     manifest = {"description": description, "counts": counts, "sha256": digests}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _write_parts(paths: Mapping[str, Path], parts: Iterable[Split]) -> None:
+    """Write the splits `parts` as one, with no more than one of their tokens in memory."""
+    lengths: list[npt.NDArray[Any]] = []
+    labels: list[npt.NDArray[Any]] = []
+    with paths["tokens"].open("wb") as file:
+        for part in parts:
+            if not lengths:
+                _write_header(file, part.tokens.dtype, 0)  # leaves space for longer numbers
+            file.write(np.ascontiguousarray(part.tokens).data)
+            lengths.append(part.lengths)
+            labels.append(part.labels)
+        file.seek(0)
+        _write_header(file, part.tokens.dtype, sum(int(x.sum()) for x in lengths))
+    np.save(paths["lengths"], np.concatenate(lengths))
+    np.save(paths["labels"], np.concatenate(labels))
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
+    description = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": description, "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def _open(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Split], str] | None:
@@ -172,7 +212,7 @@ def _open(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Split], 
             raise ValueError(f"other content than when it was written: {damaged}")
         splits = {}
         for name in SPLITS:
-            tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in _ARRAYS)
+            tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in ARRAYS)
             splits[name] = Split(tokens, lengths, labels, found["max_length"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning("The data cache %s is damaged and will be rebuilt: %s", folder, error)
@@ -192,7 +232,7 @@ def cached_splits(
     name: str,
     source: Mapping[str, Any],
     max_length: int,
-    build: Callable[[], Mapping[str, Split]],
+    build: Callable[[], Mapping[str, Split | Iterable[Split]]],
 ) -> tuple[dict[str, Split], str]:
     """Give memory-mapped splits, calling `build` only if the cache lacks them.
 
@@ -205,7 +245,7 @@ def cached_splits(
         name: the task.
         source: JSON values that determine the result of `build`; a cache is found by them.
         max_length: of all splits.
-        build: makes the splits in memory.
+        build: makes the splits; one that is larger than memory as splits that follow each other.
 
     Returns:
         The splits, and the fingerprint of their content.

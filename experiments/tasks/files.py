@@ -57,10 +57,12 @@ def hold_out(count: int, share: float, seed: int) -> npt.NDArray[np.bool_]:
     """Mark floor(count * share) of `count` examples, a pure function of the arguments, as a mask.
 
     Raises:
-        ValueError: if seed < 0.
+        ValueError: if seed < 0, or the share is less than one example.
     """
     if seed < 0:
         raise ValueError(f"seed={seed}, expected a non-negative integer.")
+    if int(count * share) == 0:
+        raise ValueError(f"{count} examples are too few to hold out {share:.0%} of them.")
     order = np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
     held = np.zeros(count, bool)
     held[order[: int(count * share)]] = True

@@ -34,6 +34,7 @@ def load(
     cache_dir: Path | str,
     seed: int = 0,
     validation: str = "train",
+    unique: bool = False,
     progress: bool = True,
 ) -> Task:
     """Load the reviews.
@@ -44,6 +45,8 @@ def load(
         seed: of the draw of validation reviews.
         validation: `train` draws them from the training part; `test` takes the test reviews, as
             Long Range Arena did, so that all 25,000 train and the best step is chosen on the test.
+        unique: whether to leave out training reviews that repeat an earlier one or are in the test
+            part too (of aclImdb's 25,000: 96 and 123 texts). The test part stays as it is.
         progress: whether to show a bar while reading.
 
     Raises:
@@ -74,9 +77,13 @@ def load(
         for path, _ in part:
             names.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
     source = {"files": names.hexdigest(), "seed": seed, "validation": validation}
+    if unique:
+        source["unique"] = unique
 
     def build() -> dict[str, Split]:
         train, test = (_read(paths[part], progress) for part in ("train", "test"))
+        if unique:
+            train = _unique(train, test)
         if validation == "test":
             return {"train": _split(train), "validation": _split(test), "test": _split(test)}
         held = hold_out(len(train), 0.1, seed)
@@ -112,6 +119,17 @@ def _read(paths, progress):
             raise DataError(f"{path} is empty", tried=[path], expected="a review", remedy=_REMEDY)
         rows.append((encode(text), label))
     return rows
+
+
+def _unique(rows, others):
+    """The rows whose text is in no earlier row and in none of the others."""
+    seen = {tokens.tobytes() for tokens, _ in others}
+    kept = []
+    for tokens, label in rows:
+        if tokens.tobytes() not in seen:
+            seen.add(tokens.tobytes())
+            kept.append((tokens, label))
+    return kept
 
 
 def _split(rows):

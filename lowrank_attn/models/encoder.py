@@ -9,6 +9,7 @@ from lowrank_attn.layers.nnx import LinearAttention
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "none")
 POOLINGS = ("mean", "max", "last", "cls")
+EMBEDDINGS = ("table", "levels")
 # Up to so many token ids, embedding and its gradient are matrix products.
 LARGEST_ONE_HOT = 512
 
@@ -42,6 +43,9 @@ class Encoder(nnx.Module):
         num_layers, width (E), num_heads, mlp_width: sizes.
         kernel, options, qk_dim, normalize, causal, rule, chunk_size, implementation: see
             `layers.nnx.LinearAttention`.
+        embed: `table` has a vector (N(0, 1)) for each id. `levels` is for ids that are grey levels,
+            with the id of the mask last: a linear map of the level, scaled by `scale_levels`, and
+            of a second number that is 1 for the mask (and the first one 0).
         positions: `learned` (N(0, 1)) or `sinusoidal` (Vaswani et al. 2017, fixed) are added to the
             embedding, `rotary` turns queries and keys in every block, `none`.
         use_cls: whether a learned vector is put before the tokens, for `cls` pooling.
@@ -68,6 +72,7 @@ class Encoder(nnx.Module):
         normalize: str | None = None,
         causal: bool = False,
         rule: str | Gating = "additive",
+        embed: str = "table",
         positions: str = "learned",
         use_cls: bool = False,
         dropout: float = 0.0,
@@ -78,13 +83,20 @@ class Encoder(nnx.Module):
     ):
         if positions not in POSITIONS:
             raise ValueError(f"positions={positions!r} is unknown; known: {', '.join(POSITIONS)}.")
+        if embed not in EMBEDDINGS:
+            raise ValueError(f"embed={embed!r} is unknown; known: {', '.join(EMBEDDINGS)}.")
         if use_cls and causal:
             raise ValueError("use_cls=True with causal=True: the first token sees no other token.")
         self.max_length = max_length
         self.width = width
         self.positions = positions
         unit = nnx.initializers.normal(1.0)
-        self.embedding = nnx.Embed(vocab_size, width, dtype=dtype, embedding_init=unit, rngs=rngs)
+        self.levels = vocab_size - 1 if embed == "levels" else None
+        self.embedding = (
+            nnx.Embed(vocab_size, width, dtype=dtype, embedding_init=unit, rngs=rngs)
+            if self.levels is None
+            else nnx.Linear(2, width, dtype=dtype, rngs=rngs)
+        )
         learned = positions == "learned"
         size = (max_length, width)
         self.position = nnx.Param(unit(rngs.params(), size)) if learned else None
@@ -164,6 +176,10 @@ class Encoder(nnx.Module):
         The gradient of a look-up adds the rows of all B T tokens into a few table rows one by one,
         which is many times slower on accelerators than everything else in a small encoder.
         """
+        if self.levels is not None:
+            masked = tokens.astype(jnp.int32) == self.levels  # which bytes cannot hold
+            level = jnp.where(masked, 0.0, scale_levels(tokens, self.levels))
+            return self.embedding(jnp.stack([level, masked.astype(level.dtype)], axis=-1))
         if self.embedding.num_embeddings > LARGEST_ONE_HOT:
             return self.embedding(tokens.astype(jnp.int32))
         table = self.embedding.embedding[...]
@@ -267,6 +283,11 @@ def pool(x: jax.Array, mask: jax.Array, pooling: str) -> jax.Array:
         return jnp.where(jnp.any(mask, axis=1)[:, None], highest, 0)
     count = jnp.maximum(jnp.sum(mask, axis=1), 1)[:, None]
     return jnp.sum(jnp.where(real, x, 0), axis=1) / count
+
+
+def scale_levels(levels: jax.Array, count: int) -> jax.Array:
+    """Levels 0..count-1 as float32 numbers from -1 to 1."""
+    return levels.astype(jnp.float32) * (2 / (count - 1)) - 1
 
 
 def sinusoids(T: int, width: int) -> jax.Array:

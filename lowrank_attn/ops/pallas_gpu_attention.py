@@ -64,8 +64,8 @@ def _attend(q, k, v, S, z, log_decay, settings):
         out = run(q, k, v, _of_queries(S, G), _of_queries(z, G), denominator=denominator)
         return (out.y, out.S[:, ::G], out.z[:, ::G]), (out.y, out.d)
     S = pad_to(jnp.concatenate([S, z[..., None]], axis=3), 3, P + 64)
-    out = run(q, k, _with_ones(v), _of_queries(S, G))
-    d = out.y[..., P].astype(jnp.float32) + denominator.offset
+    out = run(q, k, _with_ones(v), _of_queries(S, G), row_sums=True)
+    d = out.d + denominator.offset
     y = (out.y[..., :P] / _away_from_zero(d, denominator)).astype(v.dtype)
     S = out.S[:, ::G]
     return (y, S[..., :P], S[..., P]), (y, d)

@@ -45,7 +45,7 @@ def features(
     """Map one side (queries or keys), or both in one launch.
 
     Args:
-        xs: one or two arrays [B, T, Hx, D] bfloat16, D 64 or 128.
+        xs: one or two arrays [B, T, Hx, D] bfloat16, T a multiple of 8, D 64 or 128.
         Theta: [len(xs), H, p, D, M] bfloat16, M a multiple of 64; consecutive groups of Hx / H
             heads of x share one head.
         b: [len(xs), H, p, M] float32.

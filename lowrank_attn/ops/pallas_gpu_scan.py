@@ -22,7 +22,7 @@ class Scan(NamedTuple):
         y: [B, T, H, V] bfloat16, or float32 where features were cut into parts.
         S: [B, H, M, V] float32, the state after the last token (of a reverse scan: the first).
         z: [B, H, M] float32, the sum of all k, or None without a denominator.
-        d: [B, T, H] float32, the denominators without epsilon, or None.
+        d: [B, T, H] float32, the denominators without epsilon, or the row sums, or None.
         states: [B, H, N, M, V] float32, the state after each CHUNKS_PER_STATE chunks (of a reverse
             scan: before), the last of which may be beyond T, or None.
     """
@@ -46,6 +46,7 @@ def scan(
     reverse: bool = False,
     strict: bool = False,
     with_states: bool = False,
+    row_sums: bool = False,
     interpret=None,
 ) -> Scan:
     """y_t = sum_{s <= t} exp(g_{s+1} + .. + g_t) (q_t . k_s) v_s + exp(g_1 + .. + g_t) q_t S.
@@ -66,13 +67,17 @@ def scan(
         reverse: scan from the last token to the first.
         strict: leave s = t out of y.
         with_states: return `Scan.states`.
+        row_sums: return the sums of the last 64 columns of y, before they are rounded, as `Scan.d`.
+            Not with a denominator.
         interpret: see `pallas_gpu_base.launch`.
 
     Any T: ragged ends cost the rest of a chunk. With few heads, T is cut into segments whose
     totals come from a first pass over k and v.
     """
     B, T, _, M = q.shape
-    plan = _plan(q, k, v, denominator, log_decay is not None, reverse, strict, with_states)
+    plan = _plan(
+        q, k, v, denominator, log_decay is not None, reverse, strict, with_states, row_sums
+    )
     split = (B, plan.H, -1, plan.K)
     S = S.reshape(*split, plan.V)
     z = None if z is None else z.reshape(split)
@@ -93,10 +98,11 @@ def scan(
     states = states if with_states else None
     if plan.N > 1:
         y = jnp.sum(y.reshape(B, T, -1, plan.N, plan.V), axis=3, dtype=jnp.float32)
-    if denominator is None:
-        return Scan(y, S, None, None, states)
-    z, d = of_sum
-    return Scan(y, S, z, jnp.moveaxis(d[:, :, :T], 1, 2), states)
+    z = of_sum.pop(0) if denominator is not None else None
+    d = jnp.moveaxis(of_sum[0][:, :, :T], 1, 2) if of_sum else None
+    if d is not None and plan.N > 1:
+        d = jnp.sum(d.reshape(B, T, -1, plan.N), axis=3)
+    return Scan(y, S, z, d, states)
 
 
 def feature_parts(M: int) -> int:
@@ -104,11 +110,11 @@ def feature_parts(M: int) -> int:
     return pl.cdiv(M, MAX_FEATURES_PER_BLOCK)
 
 
-def _plan(q, k, v, denominator, gated, reverse, strict, with_states):
+def _plan(q, k, v, denominator, gated, reverse, strict, with_states, row_sums):
     B, T, _, M = q.shape
     N = feature_parts(M)
     K, V, H = M // N, v.shape[3], N * max(x.shape[2] for x in (q, k, v))
-    columns = 128 if K <= 128 and V % 256 == 0 else 64
+    columns = 128 if K <= 128 and V % 256 == 0 and not row_sums else 64
     total = pl.cdiv(T, C)
     segments = best_split(B * H * (V // columns), min(T // MIN_TOKENS_PER_SEGMENT, 16), 0.5)
     readers = 1 if gated and K == 256 else 2  # no room for the outputs of two beside decayed values
@@ -119,8 +125,9 @@ def _plan(q, k, v, denominator, gated, reverse, strict, with_states):
     slots = min((SHARED_BYTES - fixed) // per_slot, 4) // readers * readers
     per_state = CHUNKS_PER_STATE if with_states else 0
     return Plan(
-        B, H, T, N, K, V, columns, readers, slots, segments, chunks, per_state, reverse, strict
-    )
+        B, H, T, N, K, V, columns, readers, slots, segments, chunks, per_state, reverse, strict,
+        row_sums,
+    )  # fmt: skip
 
 
 def _prefix(first, totals, kept):

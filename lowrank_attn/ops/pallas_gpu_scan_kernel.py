@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     per_state: int  # chunks between two states that are written; 0: the last one only
     reverse: bool
     strict: bool  # a token does not see itself
+    row_sums: bool  # the sums of outputs over the last block of columns are written too
 
     def chunk(self, n):
         """Where the n-th chunk of the scan lies."""
@@ -88,19 +89,23 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
             scan enters a chunk up to each token, and C times the total. Without a denominator.
 
     Returns:
-        y [B, T, H, V] bfloat16, states [B, H, all chunks / per_state (or 1), K, V] float32; and
-        with a denominator z [B, H, K] float32 and d [B, H, all chunks * C] float32.
+        y [B, T, H, V] bfloat16 and states [B, H, all chunks / per_state (or 1), K, V] float32; with
+        a denominator also z [B, H, K] float32; and d [B, H, all chunks * C] float32 with one or
+        with row sums.
     """
     with_sum, gated = denominator is not None, gates is not None
+    with_d = with_sum or plan.row_sums
+    blocks = plan.V // plan.columns
     K, columns, readers, slots, chunks = plan.K, plan.columns, plan.readers, plan.slots, plan.chunks
-    registers = {1: (216, 240), 2: (144, 184) if with_sum else (152, 168)}[readers]
+    registers = {1: (216, 240), 2: (144, 184) if with_sum else (128, 216)}[readers]
 
     def body(*refs):
         q_ref, k_ref, v_ref, S_ref, *refs = refs
         z_ref, ones_ref, *refs = refs if with_sum else (None, None, *refs)
         gates_ref, *refs = refs if gated else (None, *refs)
         y_ref, states_ref, *refs = refs
-        z_end_ref, d_ref, *refs = refs if with_sum else (None, None, *refs)
+        z_end_ref, *refs = refs if with_sum else (None, *refs)
+        d_ref, *refs = refs if with_d else (None, *refs)
         q_s, k_s, v_s, S_s, y_s, q_full, kv_full, free, S_full, S_free, *refs = refs
         z_s, ones_s, ones_full, *refs = refs if with_sum else (None, None, None, *refs)
         gates_s, decayed_s, *spare = refs if gated else (None, None, *refs)
@@ -158,11 +163,19 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
 
                 def advance(n, copy):
                     slot = mod(n, slots)
-                    S_s[copy] = lax.optimization_barrier(S_acc[...]).astype(jnp.bfloat16)
+                    S = lax.optimization_barrier(S_acc[...]).astype(jnp.bfloat16)
                     if with_sum:
-                        z_s[copy] = (jnp.sum(z_acc[...], axis=1) * 0.125).astype(jnp.bfloat16)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(S_full.at[copy])
+                        z = (jnp.sum(z_acc[...], axis=1) * 0.125).astype(jnp.bfloat16)
+
+                    def publish():
+                        S_s[copy] = S
+                        if with_sum:
+                            z_s[copy] = z
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(S_full.at[copy])
+
+                    if with_sum:  # no registers for S beside products under way
+                        publish()
                     plgpu.barrier_wait(kv_full.at[slot])
                     k_t, values = k_s.at[slot].transpose((1, 0)), v_s.at[slot]
                     if gated:
@@ -180,6 +193,8 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                     add_product(S_acc, k_t, values, interpret)
                     if with_sum:
                         add_product(z_acc, k_t, ones_s.transpose((1, 0)), interpret)
+                    if not with_sum:
+                        publish()
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
                     if plan.per_state:
@@ -230,14 +245,20 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                         plgpu.barrier_wait(S_full.at[copy])
                         add_product(acc, q_s.at[slot], S_s.at[copy], interpret)
                     add_product(acc, operand, v_s.at[slot], interpret)
-                    if not with_sum:
+                    if not with_d:
                         return acc[...]
-                    d = _denominators(weights, q_s.at[slot], z_s.at[copy], K) + denominator.offset
+                    if with_sum:
+                        d = _denominators(weights, q_s.at[slot], z_s.at[copy], K)
+                        d = d + denominator.offset
+                    else:
+                        d = jnp.sum(acc[...], axis=1)
 
-                    @pl.when(block == 0)
+                    @pl.when(block == blocks - 1)
                     def _():
                         d_ref[b, h, pl.ds(plan.chunk(position) * C, C)] = d
 
+                    if not with_sum:
+                        return acc[...]
                     d = d + jnp.where(d < 0, -denominator.epsilon, denominator.epsilon)
                     return acc[...] / lax.broadcast_in_dim(d, (C, columns), [0])
 
@@ -272,11 +293,10 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
     args = [q, k, v, S]
     if with_sum:
         args += [z, ones_tile()]
-        out_type += [
-            jax.ShapeDtypeStruct((plan.B, plan.H, K), jnp.float32),
-            jax.ShapeDtypeStruct((plan.B, plan.H, all_chunks * C), jnp.float32),
-        ]
+        out_type.append(jax.ShapeDtypeStruct((plan.B, plan.H, K), jnp.float32))
         scratch += [plgpu.SMEM((2, K), jnp.bfloat16), tiles(8, C), plgpu.Barrier()]
+    if with_d:
+        out_type.append(jax.ShapeDtypeStruct((plan.B, plan.H, all_chunks * C), jnp.float32))
     if gated:
         args.append(gates)
         scratch += [plgpu.SMEM((slots, 2 * C), jnp.float32), tiles(C, columns)]
@@ -289,7 +309,7 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
         ]
         scratch += [plgpu.SMEM(shape, jnp.float32) for shape in sums_of_products]
         scratch.append(tiles(readers, C, C))
-    grid = {"b": plan.B, "h": plan.H, "segment": plan.segments, "block": plan.V // columns}
+    grid = {"b": plan.B, "h": plan.H, "segment": plan.segments, "block": blocks}
     return launch(
         body,
         out_type,
