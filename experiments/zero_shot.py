@@ -98,10 +98,16 @@ def evaluate(config: Config) -> dict[str, Score]:
     scorer = make_scorer(config)
     lm_eval, DecoderLM, make_task = _lm_eval(offline=not config.download)
     with tempfile.TemporaryDirectory() as folder:
-        tasks = [
-            make_task(name, rows.get(name), pathlib.Path(folder), strip=config.compat is None)
-            for name in names
-        ]
+        tasks = []
+        for name in names:
+            try:
+                strip = config.compat is None
+                tasks.append(make_task(name, rows.get(name), pathlib.Path(folder), strip=strip))
+            except (OSError, ValueError) as error:
+                raise FileNotFoundError(
+                    f"task {name}: its data set could not be read ({error}); give --local=FOLDER, "
+                    "or --download to fetch it."
+                ) from error
         found = lm_eval.simple_evaluate(
             DecoderLM(scorer),
             tasks=tasks,
@@ -164,13 +170,20 @@ def run_folder(config: Config) -> pathlib.Path:
 
 def _lm_eval(*, offline: bool):
     """The library, which is slow to import, told first whether it may use the network."""
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     if offline:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
+        import datasets
         import lm_eval
     except ImportError as error:
         raise ImportError("zero-shot evaluation needs `pip install lowrank-attn[lm_eval]`.") from (
             error
+        )
+    if offline and not datasets.config.HF_HUB_OFFLINE:
+        raise ValueError(
+            "the package datasets was imported before with HF_HUB_OFFLINE=0 and would use the "
+            "network: set HF_HUB_OFFLINE=1 at the start, or give --download."
         )
     from experiments.zero_shot_lm import DecoderLM
     from experiments.zero_shot_tasks import make_task

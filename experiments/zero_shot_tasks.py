@@ -35,7 +35,8 @@ def make_task(name: str, rows: Rows | None, folder: pathlib.Path, *, strip: bool
             unless that is told to stay offline, from the network.
         folder: for files that are needed as long as the task.
         strip: whether prompts and answers of FDA, SWDE and SQuAD lose the white space around them:
-            version 1 of these tasks; otherwise it is version 0.
+            version 1 of these tasks. Otherwise it is version 0, where texts for all three have 48
+            tokens at most and end with the line; lm_eval 0.4.13 takes 256 tokens for SQuAD.
     """
     split = FILES[name][1] if name in FILES else "validation"
     data = {} if rows is None else _local(name, rows, folder, split)
@@ -75,6 +76,8 @@ def _recall(name, data, strip):
         def __init__(self):
             config = {"task": name, "metadata": {"version": version}}
             config["dataset_kwargs"] = data.get("dataset_kwargs")
+            if not strip:
+                config["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 48}
             ConfigurableTask.__init__(self, config=config)
 
         def doc_to_text(self, doc, **_):
