@@ -111,6 +111,7 @@ def evaluate(config: Config) -> dict[str, Score]:
         found = lm_eval.simple_evaluate(
             DecoderLM(scorer),
             tasks=tasks,
+            task_manager=lm_eval.tasks.TaskManager(include_defaults=False),  # indexing takes 20 s
             limit=config.limit,
             bootstrap_iters=0,  # accuracies need none
             log_samples=False,
@@ -175,7 +176,7 @@ def _lm_eval(*, offline: bool):
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         import datasets
-        import lm_eval
+        import lm_eval.tasks
     except ImportError as error:
         raise ImportError("zero-shot evaluation needs `pip install lowrank-attn[lm_eval]`.") from (
             error

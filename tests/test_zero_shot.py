@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import assert_close
 from flax import nnx
-from zero_shot_models import CONFIG, every_mixer, published_mamba
+from zero_shot_cases import CONFIG, ITEMS, every_mixer, published_mamba
 
 from experiments import zero_shot
 from experiments.common.tokenizer import load_tokenizer
@@ -202,18 +202,6 @@ def test_what_an_answer_depends_on_is_in_its_key():
 
 
 # ---- rows
-
-ITEMS = {
-    "piqa": {"query": "Question: How?\n", "choices": ["so", "no"], "gold": 1},
-    "arc_easy": {"query": "Question: Why?", "choices": ["a", "b", "c"], "gold": 2},
-    "arc_challenge": {"query": "Question: Why?", "choices": ["a", "b", "c"], "gold": 2},
-    "hellaswag": {"query": "Cooking: A man", "choices": ["eats.", "sits."], "gold": 0},
-    "winogrande": {"context_options": ["He", "It"], "continuation": "ran.", "gold": 0},
-    "lambada_openai": {"context": "Once upon a", "continuation": "time"},
-    "fda": {"text": " K12\nnumber:", "value": " 12"},
-    "swde": {"text": "page title:", "value": "A"},
-    "squad_completion": {"text": "France's capital is", "value": "Paris"},
-}
 
 
 def test_items_become_rows(tmp_path):

@@ -7,15 +7,13 @@ import re
 
 import pytest
 from conftest import assert_close
-from test_zero_shot import ITEMS
-from zero_shot_models import CONFIG, published_mamba
+from zero_shot_cases import CONFIG, ITEMS, published_mamba, random_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when lm_eval is imported
 pytest.importorskip("lm_eval", reason="pip install lowrank-attn[lm_eval]")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other packages
 
 import numpy as np  # noqa: E402
-from flax import nnx  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from experiments import zero_shot  # noqa: E402
@@ -102,7 +100,7 @@ def test_version_0_keeps_white_space(local, tmp_path):
 
 def test_the_command(local, tmp_path, capsys):
     config = dataclasses.replace(CONFIG, layers=("linear",))
-    save_decoder(tmp_path / "model", config, arrays_of(config.make(rngs=nnx.Rngs(0))))
+    save_decoder(tmp_path / "model", config, arrays_of(random_model(config)))
     run = tmp_path / "run"
     argv = ["zero_shot", f"--model={tmp_path / 'model'}", "--tokenizer=bytes", f"--local={local}"]
     argv += [f"--run_dir={run}", "--max_length=320", "--batch_tokens=256", "--tasks=all"]

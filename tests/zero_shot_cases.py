@@ -1,4 +1,4 @@
-"""Tiny models and a tokenizer for the tests of zero-shot evaluation."""
+"""Tiny models, a tokenizer and items for the tests of zero-shot evaluation."""
 
 import functools
 import json
@@ -31,6 +31,18 @@ CONFIG = DecoderConfig(
     mlp_width=32,
     vocab_multiple=8,
 )
+# one item of each task, as local files have them
+ITEMS = {
+    "piqa": {"query": "Question: How?\n", "choices": ["so", "no"], "gold": 1},
+    "arc_easy": {"query": "Question: Why?", "choices": ["a", "b", "c"], "gold": 2},
+    "arc_challenge": {"query": "Question: Why?", "choices": ["a", "b", "c"], "gold": 2},
+    "hellaswag": {"query": "Cooking: A man", "choices": ["eats.", "sits."], "gold": 0},
+    "winogrande": {"context_options": ["He", "It"], "continuation": "ran.", "gold": 0},
+    "lambada_openai": {"context": "Once upon a", "continuation": "time"},
+    "fda": {"text": " K12\nnumber:", "value": " 12"},
+    "swde": {"text": "page title:", "value": "A"},
+    "squad_completion": {"text": "France's capital is", "value": "Paris"},
+}
 
 
 def _encode(text):
@@ -47,7 +59,12 @@ characters = Tokenizer("characters", 97, 96, _encode, _decode, "characters")
 @functools.cache
 def every_mixer():
     """A model of bytes with all mixers and random parameters."""
-    model = nnx.eval_shape(lambda: CONFIG.make(rngs=nnx.Rngs(0)))
+    return random_model(CONFIG)
+
+
+def random_model(config):
+    """A model, made without compiling its draws."""
+    model = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(0)))
     random = np.random.default_rng(1)
     state = nnx.state(model)
     for path, variable in nnx.to_flat_state(state):
