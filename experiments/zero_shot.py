@@ -90,6 +90,7 @@ def evaluate(config: Config) -> dict[str, Score]:
     Raises:
         ImportError: if lm_eval is not installed.
         FileNotFoundError: for a model, tokenizer or items that are not there.
+        FloatingPointError: if the model's numbers are not finite.
         ValueError: for files that do not fit.
     """
     started = time.time()
@@ -220,7 +221,7 @@ def main(argv: list[str]) -> int:
     config = flags.parse(Config, argv)
     try:
         evaluate(config)
-    except (FileNotFoundError, ImportError, ValueError) as error:
+    except (FileNotFoundError, FloatingPointError, ImportError, ValueError) as error:
         print(f"zero_shot: {error}", file=sys.stderr)
         return 1
     return 0

@@ -238,8 +238,10 @@ class Scorer:
 
 
 def _before(text, until):
-    """The text before the first of these strings."""
-    return text[: min([at for stop in until if (at := text.find(stop)) >= 0], default=len(text))]
+    """The text before the first of these strings, one string after another, as lm_eval cuts it."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text
 
 
 def _round_up(count, least=SHORTEST):
