@@ -6,7 +6,8 @@
 FOLDER has config.json and *.safetensors or pytorch_model.bin. The output is a folder for
 `lowrank_attn.models.folder.load_decoder`, and `report.txt` in it has a line for every array.
 With --kernel=llops the Taylor features of BASED become LLoPS features that begin as the same
-function. --back writes a converted model in the layout that it came from.
+function. --back writes a model of ours in the published layout: one that was converted in the names
+and dtypes that it had.
 """
 
 import dataclasses
@@ -76,11 +77,8 @@ def convert(config: Config) -> None:
 
 
 def convert_back(config: Config) -> None:
-    """Write one of our folders in the layout that it came from."""
-    decoder, params, source = load_decoder(config.checkpoint)
-    if source is None:
-        raise ConvertError(f"{config.checkpoint} was not converted from a published checkpoint.")
-    write_checkpoint(config.out, decoder, params, source)
+    """Write one of our folders in a published layout."""
+    write_checkpoint(config.out, *load_decoder(config.checkpoint))
 
 
 def main(argv: list[str]) -> int:

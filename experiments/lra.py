@@ -97,6 +97,7 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
             pooling=config.pooling,
             head_width=config.head_width,
             two_towers=task.two_towers,
+            pair_head=config.pair_head,
             rngs=rngs,
         )
     )

@@ -10,6 +10,7 @@ from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.layers import ATTENTION, GATINGS
 from lowrank_attn.models.encoder import EMBEDDINGS, POOLINGS, POSITIONS
+from lowrank_attn.models.heads import PAIR_HEADS
 from lowrank_attn.ops import IMPLEMENTATIONS, NORMALIZERS
 
 
@@ -23,7 +24,9 @@ class Config(LoopSettings):
     data_dir: str | None = setting(
         None, "folder of the published files; default: generated data", changes_result=False
     )
-    task_options: str = setting("", "of the task, such as validation=test for text")
+    task_options: str = setting(
+        "", "of the task, such as validation=test for text, source=manpages for retrieval"
+    )
     cache_dir: str = setting("data", "folder for prepared data", changes_result=False)
     run_dir: str | None = setting(
         None, "folder of this run; default: under runs/, named by the settings",
@@ -40,6 +43,9 @@ class Config(LoopSettings):
     mlp_width: int = setting(128, "hidden size of the MLPs", group="model")
     head_width: int | None = setting(
         None, "hidden size of the classifier; default: linear", group="model"
+    )
+    pair_head: str = setting(
+        "products", "of tasks with two documents", group="model", choices=tuple(PAIR_HEADS)
     )
     kernel_options: str = setting(
         "", "of the kernel, such as num_factors=2,num_features=128", group="model"

@@ -6,38 +6,15 @@ Numbers that the publication gives are marked by its name; the others are ours.
 from collections.abc import Mapping
 from typing import Any
 
-Settings = Mapping[str, Any]
-
-
-def _sizes(num_layers: int, width: int, num_heads: int, mlp_width: int) -> dict[str, int]:
-    return {
-        "num_layers": num_layers,
-        "width": width,
-        "num_heads": num_heads,
-        "mlp_width": mlp_width,
-    }
-
-
-# Long Range Arena's optimiser (Tay et al. 2021), whose factor with warm-up and inverse square root
-# peaks at factor / sqrt(warm-up steps).
-_LRA: Settings = {
-    "positions": "sinusoidal",
-    "pooling": "cls",
-    "dropout": 0.1,
-    "dtype": "bfloat16",
-    "batch_size": 32,
-    "b2": 0.98,
-    "schedule": "rsqrt",
-    "weight_decay": 0.1,
-    "clip": "none",
-    "eval_every": 500,
-}
+from experiments import presets_lra
+from experiments.presets_lra import Settings, sizes
 
 # What the tasks of a preset have in common.
 _COMMON: Mapping[str, Settings] = {
-    # Ours: enough to leave the majority class behind in some minutes on a CPU with two cores.
+    # Ours: enough to leave the majority class behind in some minutes on a CPU with two cores;
+    # retrieval, whose examples are 8,000 bytes, is still near it after its steps.
     "quick": {
-        **_sizes(1, 64, 2, 128),
+        **sizes(1, 64, 2, 128),
         "head_width": 64,
         "positions": "learned",
         "pooling": "max",
@@ -54,7 +31,7 @@ _COMMON: Mapping[str, Settings] = {
     # Skyformer (Chen et al. 2021), the set-up behind most tables of linear attention: its code's
     # sizes, batch, rate, one-cycle schedule with linear annealing, clipping by value.
     "skyformer": {
-        **_sizes(2, 64, 2, 128),
+        **sizes(2, 64, 2, 128),
         "head_width": 128,
         "positions": "learned",
         "pooling": "mean",
@@ -85,8 +62,8 @@ _COMMON: Mapping[str, Settings] = {
         "weight_decay": 0.0,
         "eval_every": 2000,
     },
-    "lra-paper": _LRA,  # sizes of the paper's appendix
-    "lra-repo": _LRA,  # sizes of the repository's configuration files, which differ
+    "lra-paper": presets_lra.COMMON,  # sizes of the paper's appendix
+    "lra-repo": presets_lra.COMMON,  # sizes of the repository's configuration files, which differ
 }
 
 
@@ -99,7 +76,7 @@ def _skyformer(learning_rate: float, batch_size: int, warmup_steps: int) -> Sett
 
 
 def _spt(
-    sizes: Settings,
+    size: Settings,
     learning_rate: float,
     pretrain_learning_rate: float,
     mask_ratio: float,
@@ -110,36 +87,14 @@ def _spt(
         "pretrain_learning_rate": pretrain_learning_rate,
         "mask_ratio": mask_ratio,
     }
-    return {**sizes, **rates, **others}
+    return {**size, **rates, **others}
 
-
-def _lra_pathfinder(
-    sizes: Settings, learning_rate: float, batch_size: int, **others: Any
-) -> Settings:
-    """200 epochs of 160,000 pictures, the first of which warms up, as in the repository."""
-    epoch = 160_000 // batch_size
-    return {
-        **sizes,
-        "head_width": sizes["mlp_width"],
-        "pooling": "mean",
-        "steps": 200 * epoch,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "warmup_steps": epoch,
-        "schedule": "cosine",
-        "weight_decay": 0.0,
-        "eval_every": epoch,
-        **others,
-    }
-
-
-# What the repository has for Path-X beyond that.
-_LRA_PATHX: Settings = {"positions": "learned", "clip": "norm", "clip_at": 1.0}
 
 _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "quick": {
         "listops": {},
         "text": {"steps": 200},
+        "retrieval": {"pooling": "mean", "learning_rate": 1e-3, "steps": 200},
         "image": {"learning_rate": 1e-3, "batch_size": 32},
         "pathfinder": {
             "task_options": "num_train=20000,num_validation=1000,num_test=2000",
@@ -155,77 +110,23 @@ _TASKS: Mapping[str, Mapping[str, Settings]] = {
     "skyformer": {
         "listops": _skyformer(1e-4, 32, 1000),
         "text": _skyformer(1e-4, 32, 80),
+        "retrieval": _skyformer(2e-4, 16, 800),
         "image": _skyformer(1e-4, 256, 175),
         "pathfinder": _skyformer(2e-4, 128, 312),
         "pathx": _skyformer(2e-4, 32, 312),  # ours, as are all of this line: not in that study
     },
     "spt": {
-        "listops": _spt(_sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
-        "text": _spt(_sizes(6, 512, 8, 2048), 1e-4, 5e-4, 0.15, head_width=512, weight_decay=0.1),
-        "image": _spt(_sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max"),
-        "pathfinder": _spt(_sizes(4, 128, 8, 128), 5e-4, 1e-3, 0.5),
-        "pathx": _spt(_sizes(4, 128, 4, 128), 5e-4, 5e-4, 0.5, pooling="max"),
+        "listops": _spt(sizes(6, 512, 8, 2048), 1e-4, 1e-3, 0.1),
+        "text": _spt(sizes(6, 512, 8, 2048), 1e-4, 5e-4, 0.15, head_width=512, weight_decay=0.1),
+        "retrieval": _spt(
+            sizes(4, 128, 4, 512), 5e-4, 5e-3, 0.15, head_width=128, pair_head="products_gelu"
+        ),
+        "image": _spt(sizes(3, 64, 4, 128), 1e-3, 1e-3, 0.5, head_width=64, pooling="max"),
+        "pathfinder": _spt(sizes(4, 128, 8, 128), 5e-4, 1e-3, 0.5),
+        "pathx": _spt(sizes(4, 128, 4, 128), 5e-4, 5e-4, 0.5, pooling="max"),
     },
-    "lra-paper": {
-        "listops": {
-            **_sizes(6, 512, 8, 2048),
-            "head_width": 2048,
-            "steps": 5000,
-            "learning_rate": 1.58e-3,
-            "warmup_steps": 1000,
-        },
-        "text": {
-            **_sizes(6, 512, 8, 2048),
-            "head_width": 2048,
-            "steps": 20_000,
-            "learning_rate": 5.6e-4,
-            "warmup_steps": 8000,
-        },
-        "image": {
-            **_sizes(3, 64, 4, 128),
-            "head_width": 128,
-            "steps": 35_200,
-            "batch_size": 256,
-            "learning_rate": 1e-2,
-            "warmup_steps": 175,
-            "schedule": "cosine",
-            "weight_decay": 0.0,
-        },
-        # Sizes and rate are Pathfinder's in the paper; all else is the repository's.
-        "pathfinder": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 512),
-        "pathx": _lra_pathfinder(_sizes(4, 128, 8, 128), 1e-2, 64, **_LRA_PATHX),
-    },
-    "lra-repo": {
-        "listops": {
-            **_sizes(4, 512, 8, 1024),
-            "head_width": 1024,
-            "steps": 5000,
-            "learning_rate": 1.58e-3,
-            "warmup_steps": 1000,
-        },
-        "text": {
-            **_sizes(4, 256, 4, 1024),
-            "head_width": 1024,
-            "steps": 20_000,
-            "learning_rate": 5.6e-4,
-            "warmup_steps": 8000,
-        },
-        "image": {
-            **_sizes(1, 128, 8, 128),
-            "qk_dim": 8,
-            "head_width": 128,
-            "positions": "learned",
-            "dropout": 0.3,
-            "steps": 35_200,
-            "batch_size": 256,
-            "learning_rate": 5e-4,
-            "warmup_steps": 175,
-            "schedule": "cosine",
-            "weight_decay": 0.0,
-        },
-        "pathfinder": _lra_pathfinder(_sizes(4, 32, 4, 32), 1e-3, 512, qk_dim=4, dropout=0.2),
-        "pathx": _lra_pathfinder(_sizes(1, 32, 2, 32), 1e-3, 64, qk_dim=8, **_LRA_PATHX),
-    },
+    "lra-paper": presets_lra.PAPER,
+    "lra-repo": presets_lra.REPO,
 }
 
 # What self-pretraining reads as numbers, in place of ids, and the loss on them.

@@ -130,6 +130,40 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == published
 
 
+@pytest.mark.parametrize("name", ["based_lm", "attn_lm", "mamba_lm"])
+def test_models_that_were_not_published_are_written_in_the_layouts(name, tmp_path):
+    config, params, _ = read_checkpoint(write(tmp_path / "published", *golden(name)[:2]))
+    write_checkpoint(tmp_path / "back", config, params)
+    again, found, source = read_checkpoint(tmp_path / "back")
+    assert again == config and found.keys() == params.keys()
+    assert all(np.array_equal(found[path], array) for path, array in params.items())
+    assert any("tied" in leaf["note"] for leaf in source["leaves"])
+
+
+@pytest.mark.parametrize(
+    ("mixer", "options"),
+    [
+        ("linear", {"kernel": "elu"}),
+        ("linear", {"use_rotary": True}),
+        ("linear", {"normalize": "none"}),
+        ("sliding_window", {"rotary_fraction": 0.5}),
+        ("short_conv", {"kernel_size": 4}),
+    ],
+)
+def test_what_a_layout_cannot_express_is_not_written(based, mixer, options, tmp_path):
+    config, params, source = read_checkpoint(based[0])
+    changed = config.replace_mixer(mixer, **options)
+    for origin in (source, None):
+        with pytest.raises(ConvertError, match="cannot express this model: it would be read as"):
+            write_checkpoint(tmp_path / "back", changed, params, origin)
+    assert not (tmp_path / "back").exists()
+    how = config.replace_mixer("linear", implementation="xla", chunk_size=64)
+    write_checkpoint(tmp_path / "back", how, params, source)
+    layers = (*config.layers[:-1], "mamba")
+    with pytest.raises(ConvertError, match="no published layout has the layers linear, mamba, "):
+        write_checkpoint(tmp_path / "other", dataclasses.replace(config, layers=layers), params)
+
+
 def test_every_array_is_reported_once(based, tmp_path):
     weights, published, _ = golden("based_lm")
     weights = {f"model.{name}": array for name, array in weights.items()}

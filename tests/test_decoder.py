@@ -25,7 +25,7 @@ MIXERS = {
     "softmax": ("softmax", {"num_heads": 2, "rotary_fraction": 0.5}),
     "mamba": ("mamba", {"state_size": 4}),
 }
-every = pytest.mark.parametrize("name", MIXERS)
+every = pytest.mark.parametrize("name", [name for name in MIXERS if name != "wide_window"])
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def tokens(seed=0, shape=(B, T)):
     return np.random.default_rng(seed).integers(0, V, shape)
 
 
-@every
+@pytest.mark.parametrize("name", MIXERS)
 def test_parts_and_single_tokens_are_the_whole(name):
     """In batches with junk on either side of the tokens, whose rows stop at different times."""
     model = make(name)
@@ -91,14 +91,14 @@ def test_packed_documents_are_read_apart(name):
     expected = np.concatenate([logits[:n] for logits, n in zip(expected, lengths)])
     assert_close(packed[0], expected)
 
-    # The first 4 tokens come with a state; the row stops after 10 tokens of the last document.
-    _, state = run(model, row[:, :4], state=model.empty_state(1, T))
-    mask = np.arange(4, T)[None] < 25
-    logits, state = run(model, row[:, 4:], mask, segment_ids=segments[:, 4:], state=state)
-    assert_close(logits[0, :21], expected[4:25])
-    assert state.length.tolist() == [10]
-    logits, _ = run(model, row[:, 25:29], state=state)
-    assert_close(logits[0], expected[25:29])
+    # A call goes on with the first document's last token, and stops after one of the last document.
+    _, state = run(model, row[:, :12], state=model.empty_state(1, T))
+    mask = np.arange(12, T)[None] < 16
+    logits, state = run(model, row[:, 12:], mask, segment_ids=segments[:, 12:], state=state)
+    assert_close(logits[0, :4], expected[12:16])
+    assert state.length.tolist() == [1]
+    logits, _ = run(model, row[:, 16:20], state=state)
+    assert_close(logits[0], expected[16:20])
 
 
 @every
@@ -223,7 +223,7 @@ def test_settings_that_do_not_fit_are_refused(change, message):
 
 def test_states_that_cannot_be_are_refused():
     options = {"num_heads": 2, "kernel": "window_linear"}
-    config = DecoderConfig(V, 16, ("linear", "softmax"), {"linear": options})
+    config = DecoderConfig(V, 16, ("softmax", "linear"), {"linear": options})
     config = config.replace_mixer("softmax", num_heads=2)
     model = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="max_length=0, expected the length of the longest text"):

@@ -46,6 +46,10 @@ def make():
     return model
 
 
+# With one size of the cache there is one compiled program for each number of rows.
+write = functools.partial(generate, max_new_tokens=8, max_length=40)
+
+
 def padded(side):
     T = 4 + max(map(len, PROMPTS))
     tokens, mask = np.full((3, T), 5), np.zeros((3, T), bool)
@@ -58,7 +62,7 @@ def padded(side):
 
 def test_greedy_text_is_the_likeliest_of_the_whole_sequence():
     model = make()
-    texts = generate(model, PROMPTS, max_new_tokens=8)
+    texts = write(model, PROMPTS)
     rows = [prompt + text for prompt, text in zip(PROMPTS, texts)]
     T = max(map(len, rows))
     tokens = np.array([row + [0] * (T - len(row)) for row in rows])
@@ -73,18 +77,18 @@ def test_greedy_text_is_the_likeliest_of_the_whole_sequence():
 def test_padding_changes_no_bit():
     model = make()
     expected, state = prefill(model, PROMPTS, max_length=40)
-    text = generate(model, PROMPTS, max_new_tokens=8)
+    text = write(model, PROMPTS)
     for side in ("left", "right", "both"):
         found, same = prefill(model, *padded(side), max_length=40)
         for a, b in zip(jax.tree.leaves((found, same)), jax.tree.leaves((expected, state))):
             assert np.array_equal(a, b)
-        assert generate(model, *padded(side), max_new_tokens=8) == text
+        assert write(model, *padded(side)) == text
 
 
 def test_a_batch_says_what_each_prompt_says_alone():
     model = make()
-    texts = generate(model, PROMPTS, max_new_tokens=8)
-    assert generate(model, PROMPTS[2:], max_new_tokens=8) == texts[2:]
+    texts = write(model, PROMPTS)
+    assert write(model, PROMPTS[2:]) == texts[2:]
 
 
 def test_prompts_in_parts_are_the_whole():
@@ -117,25 +121,24 @@ def test_memory_and_programs_do_not_grow_with_the_prompt():
 
 def test_rows_end_with_their_stop_token():
     model = make()
-    texts = generate(model, PROMPTS, max_new_tokens=8)
+    texts = write(model, PROMPTS)
     stop = texts[1][2]
-    steps = list(stream(model, PROMPTS, max_new_tokens=8, stop_tokens=[stop, 1000]))
-    ended = generate(model, PROMPTS, max_new_tokens=8, stop_tokens=[stop, 1000])
+    run = functools.partial(stream, model, max_new_tokens=8, max_length=40)
+    steps = list(run(PROMPTS, stop_tokens=[stop, 1000]))
+    ended = write(model, PROMPTS, stop_tokens=[stop, 1000])
     for text, whole in zip(ended, texts):
         end = whole.index(stop) + 1 if stop in whole else 8
         assert text == whole[:end]
     assert len(steps) == max(map(len, ended)) and len(ended[1]) < 8
     assert [row[1] for row in steps][len(ended[1]) :] == [-1] * (len(steps) - len(ended[1]))
     # when all have ended nothing more is made
-    assert len(list(stream(model, PROMPTS[1:2], max_new_tokens=8, stop_tokens=[stop]))) == len(
-        ended[1]
-    )
-    assert generate(model, PROMPTS, max_new_tokens=0) == [[], [], []]
+    assert len(list(run(PROMPTS[2:], stop_tokens=[texts[2][3]]))) == texts[2].index(texts[2][3]) + 1
+    assert write(model, PROMPTS, max_new_tokens=0) == [[], [], []]
 
 
 def test_sampling_needs_its_key_and_repeats_with_it():
     model = make()
-    call = functools.partial(generate, model, PROMPTS, max_new_tokens=6)
+    call = functools.partial(write, model, PROMPTS)
     a, b, c = (call(sampling=Sampling(1.0, 20, 0.95), key=jax.random.key(i)) for i in (0, 0, 1))
     assert a == b != c
     assert max(max(text) for text in a) < V

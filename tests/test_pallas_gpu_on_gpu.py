@@ -85,5 +85,6 @@ def test_attention_and_gradients_on_gpu(normalize, options, every, tokens):
         *got, got_gates = got[1]
         *want, want_gates = want[1]
         assert_close(got, want, 1e-2)
-        # the error of a sum over a span of 256 tokens is that of 16 of them, 1e-3 each
-        assert_close(got_gates, want_gates, 1.8e-2)
+        # Gradients of log decays sum up q . dq - k . dk over spans of 256 tokens. Four roundings of
+        # 1.1e-3 in each make 3.2e-3 a token and 5e-2 a span; two terms' size is the least of a sum.
+        assert_close(got_gates, want_gates, 2.5e-2)

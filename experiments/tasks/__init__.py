@@ -5,12 +5,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.tasks import image, listops, pathfinder, text
+from experiments.tasks import image, listops, pathfinder, retrieval, text
 from experiments.tasks.base import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
     "listops": listops.load,
     "text": text.load,
+    "retrieval": retrieval.load,
     "image": image.load,
     "pathfinder": functools.partial(pathfinder.load, pathfinder.PATHFINDER),
     "pathx": functools.partial(pathfinder.load, pathfinder.PATHX),

@@ -50,11 +50,14 @@ class Split:
     [2].
 
     Attributes:
-        tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths].
+        tokens: ids of all sequences one after the other, uint8 or int16 [sum of lengths]; with
+            `starts` each sequence once, however many examples have it.
         lengths: int32 [N], or [N, 2]; each 1..max_length.
         labels: int32 [N].
         max_length: the largest size to which sequences are padded. Nothing is ever cut to it.
         buckets: smaller sizes, ascending; an example is padded to the first that holds it.
+        starts: where each sequence begins in `tokens`, int64 in the shape of `lengths`; None: where
+            the one before ends.
     """
 
     tokens: npt.NDArray[Any] = dataclasses.field(repr=False)
@@ -62,10 +65,11 @@ class Split:
     labels: npt.NDArray[Any] = dataclasses.field(repr=False)
     max_length: int
     buckets: tuple[int, ...] = ()
+    starts: npt.NDArray[np.int64] | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
-        """Where each sequence begins in `tokens`, and the end: int64 [number of sequences + 1]."""
+        """Without `starts`, where each sequence begins, and the end: int64 [sequences + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     @functools.cached_property
@@ -78,7 +82,8 @@ class Split:
     @functools.cached_property
     def _rows(self) -> npt.NDArray[Any] | None:
         """`tokens` [N, max_length] if all sequences have that length, as pictures do."""
-        if self.lengths.ndim > 1 or not np.all(self.lengths == self.max_length):
+        one_after_the_other = self.lengths.ndim == 1 and self.starts is None
+        if not one_after_the_other or not np.all(self.lengths == self.max_length):
             return None
         return self.tokens.reshape(-1, self.max_length)
 
@@ -102,10 +107,12 @@ class Split:
             tokens, lengths = self._rows[indices], self.lengths[indices]
             return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
         lengths = self.lengths[indices]
-        starts = self.offsets[:-1].reshape(self.lengths.shape)[indices]
+        starts = self.starts
+        if starts is None:
+            starts = self.offsets[:-1].reshape(self.lengths.shape)
         column = np.arange(self.sizes[indices].max())
         real = column < lengths[..., None]
-        tokens = self.tokens[np.where(real, starts[..., None] + column, 0)]
+        tokens = self.tokens[np.where(real, starts[indices][..., None] + column, 0)]
         tokens[~real] = 0
         return {"tokens": tokens, "length": lengths, "label": self.labels[indices]}
 
@@ -158,16 +165,16 @@ def _write(
     folder.mkdir()
     counts, digests = {}, {}
     for name, split in splits.items():
-        paths = {field: folder / f"{name}.{field}.npy" for field in ARRAYS}
+        fields = ARRAYS if getattr(split, "starts", None) is None else (*ARRAYS, "starts")
+        paths = {field: folder / f"{name}.{field}.npy" for field in fields}
         if isinstance(split, Split):
             for field, path in paths.items():
                 np.save(path, getattr(split, field))
         else:
             _write_parts(paths, split)
         for field, path in paths.items():
-            array = np.load(path, mmap_mode="r")
-            digests[f"{name}.{field}"] = _digest(array)
-        counts[name] = len(array)
+            digests[f"{name}.{field}"] = _digest(np.load(path, mmap_mode="r"))
+        counts[name] = len(np.load(paths["labels"], mmap_mode="r"))
     manifest = {"description": description, "counts": counts, "sha256": digests}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
@@ -213,7 +220,8 @@ def _open(folder: Path, description: dict[str, Any]) -> tuple[dict[str, Split], 
         splits = {}
         for name in SPLITS:
             tokens, lengths, labels = (arrays[f"{name}.{field}"] for field in ARRAYS)
-            splits[name] = Split(tokens, lengths, labels, found["max_length"])
+            starts = arrays.get(f"{name}.starts")
+            splits[name] = Split(tokens, lengths, labels, found["max_length"], starts=starts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         logging.warning("The data cache %s is damaged and will be rebuilt: %s", folder, error)
         return None

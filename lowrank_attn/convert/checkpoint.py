@@ -11,7 +11,7 @@ import numpy as np
 
 from lowrank_attn.convert.errors import ConvertError
 from lowrank_attn.convert.layouts import TIED, entries, skeleton
-from lowrank_attn.convert.published_configs import read_config
+from lowrank_attn.convert.published_configs import published_config, read_config
 from lowrank_attn.convert.safetensors import read_safetensors, write_safetensors
 from lowrank_attn.convert.torch_file import read_torch
 from lowrank_attn.models.decoder_configs import DecoderConfig
@@ -22,6 +22,15 @@ FILES: dict[str, Callable[[pathlib.Path], dict[str, np.ndarray]]] = {
     "*.safetensors": read_safetensors,
     "pytorch_model*.bin": read_torch,
 }
+# Options of mixers that a published layout fixes, and those that change no result.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "short_conv": {"expand": 2, "kernel_size": 3},
+    "linear": {"kernel": "llops", "options": None, "rule": "additive", "normalize": None},
+    "sliding_window": {"window": 128, "rotary_fraction": 1.0},
+    "softmax": {"window": None, "rotary_fraction": 1.0},
+    "mamba": {"expand": 2, "state_size": 16, "conv_size": 4, "dt_rank": None},
+}
+HOW = ("chunk_size", "implementation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +85,29 @@ def read_checkpoint(
     config = read_config(published, shapes_there)
     shapes = shapes_of(config)
 
-    missing, params = [], {}
+    wrong, params = [], {}
     tied = [name for name in TIED[skeleton(config.layers)] if name in named]
     for entry in entries(config.layers, shapes):
         names = tied if entry.path == "embedding/embedding" else [entry.source]
         found = [named.pop(name) for name in names if name in named]
         if not found:
-            missing.append(f"{entry.source} {list(entry.shape)} is missing")
+            wrong.append(f"{entry.source} {list(entry.shape)} is missing")
             continue
         first, array = found[0]
         leaves.append(_leaf(first, entry.path, array, ""))
         if array.shape != entry.shape:
-            missing.append(
+            wrong.append(
                 f"{first}: expected {list(entry.shape)} by config.json, found {list(array.shape)}"
             )
         for other, same in found[1:]:
             leaves.append(_leaf(other, entry.path, same, "tied to the embedding, the same array"))
             if not np.array_equal(same, array):
-                missing.append(f"{other} differs from {first}, but this model ties them")
-        if not missing:
+                wrong.append(f"{other} differs from {first}, but this model ties them")
+        if not wrong:
             params[entry.path] = entry.here(array, shapes[entry.path])
-    missing += [f"{source} is unknown" for source, _ in named.values()]
-    if missing:
-        raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(missing)}.")
+    wrong += [f"{source} is unknown" for source, _ in named.values()]
+    if wrong:
+        raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(wrong)}.")
     order = list(arrays)
     leaves.sort(key=lambda leaf: order.index(leaf.source))
     source = {"config": published, "leaves": [dataclasses.asdict(leaf) for leaf in leaves]}
@@ -109,38 +118,67 @@ def write_checkpoint(
     folder: str | os.PathLike[str],
     config: DecoderConfig,
     params: Arrays,
-    source: Mapping[str, Any],
+    source: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model.safetensors` and `config.json`, in the names and dtypes of the source.
+    """Write `model.safetensors` and `config.json` in a published layout.
 
     Args:
         folder: where to; it must not be there yet.
         config: the model.
         params: its parameters by path.
-        source: what `read_checkpoint` returned.
+        source: what `read_checkpoint` returned, for the same names, dtypes and configuration; None:
+            float32 and both tied matrices.
 
     Raises:
-        ConvertError: if the model has parameters that the layout has no place for, such as those
-            of another kernel.
+        ConvertError: if the layout has no place for a parameter or an option of the model, such as
+            another kernel.
         FileExistsError: if there is something of the folder's name.
     """
-    by_path = {entry.path: entry for entry in entries(config.layers, _shapes(params))}
-    homeless = [path for path in params if path not in by_path]
-    if homeless:
-        raise ConvertError(
-            f"the layout of the checkpoint has no place for {', '.join(homeless)}: only a model "
-            "with the kernels of the published one can be written in its format."
-        )
-    leaves = [Leaf(**leaf) for leaf in source["leaves"] if leaf["path"] is not None]
+    published = published_config(config) if source is None else source["config"]
+    by_path = {entry.path: entry for entry in entries(config.layers, shapes_of(config))}
+    _check_expressible(config, params, published, by_path)
+    if source is None:
+        tied = by_path["embedding/embedding"]._replace(source="lm_head.weight")
+        leaves = [
+            Leaf(entry.source, entry.path, entry.shape, "float32")
+            for entry in (*by_path.values(), tied)
+        ]
+    else:
+        leaves = [Leaf(**leaf) for leaf in source["leaves"] if leaf["path"] is not None]
     shapes = {leaf.source: (tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves}
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True)
     arrays = (
         (leaf.source, by_path[str(leaf.path)].there(params[str(leaf.path)], np.dtype(leaf.dtype)))
         for leaf in leaves
     )
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True)
     write_safetensors(folder / "model.safetensors", shapes, arrays)
-    (folder / "config.json").write_text(json.dumps(source["config"], indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(published, indent=1) + "\n")
+
+
+def _check_expressible(config, params, published, by_path):
+    homeless = [path for path in params if path not in by_path]
+    if homeless:
+        raise ConvertError(
+            f"the published layout has no place for {', '.join(homeless)}: only a model with the "
+            "kernels of the published ones can be written in it."
+        )
+    there = {entry.source: entry.shape for entry in by_path.values()}
+    meant, ours = read_config(published, there), _without_defaults(config)
+    if _without_defaults(meant) != ours:
+        raise ConvertError(
+            f"the published layout cannot express this model: it would be read as {meant}, and it "
+            f"is {config}."
+        )
+
+
+def _without_defaults(config):
+    """A model with all options of its mixers, but those that only say how it is computed."""
+    mixers = {}
+    for name in sorted(set(config.layers)):
+        options = {**DEFAULTS[name], **config.mixers.get(name, {})}
+        mixers[name] = {k: v for k, v in options.items() if k not in HOW}
+    return dataclasses.replace(config, mixers=mixers)
 
 
 def _read_arrays(folder):
@@ -172,7 +210,3 @@ def _named(arrays):
 
 def _leaf(source, path, array, note):
     return Leaf(source, path, array.shape, array.dtype.name, note)
-
-
-def _shapes(params):
-    return {path: array.shape for path, array in params.items()}

@@ -29,9 +29,12 @@ class Entry(NamedTuple):
     transposed: bool = False
 
     def here(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Our array of a shape, float32, from the checkpoint's."""
+        """Our array of a shape, float32, from the checkpoint's.
+
+        Always a copy: a view would keep the whole file mapped.
+        """
         array = array.T if self.transposed else array
-        return np.ascontiguousarray(array, dtype=np.float32).reshape(shape)
+        return np.array(array, np.float32, order="C").reshape(shape)
 
     def there(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """The checkpoint's array, of a dtype, from ours."""

@@ -1,4 +1,4 @@
-"""What the `config.json` of a published checkpoint says, as a `DecoderConfig`."""
+"""The `config.json` of published checkpoints and our `DecoderConfig`, in both directions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,28 @@ _TARGETS = {
     "LinearAttention": "linear",
     "SlidingAttention": "sliding_window",
     "MHA": "softmax",
+}
+# What BASED's code reads besides: options that our model has as published, or not at all.
+_GPT_OPTIONS = {
+    "activation_function": "swiglu",
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_mlp": False,
+    "fused_bias_fc": True,
+    "fused_dropout_add_ln": True,
+    "use_flash_attn": True,
+    "special_initializer": True,
+    "reorder_and_upcast_attn": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "attn_pdrop": 0,
+    "embd_pdrop": 0,
+    "resid_pdrop": 0,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "qkv_proj_bias": False,
+    "out_proj_bias": False,
+    "max_position_embeddings": 0,
+    "n_positions": 2048,
 }
 
 
@@ -40,6 +62,81 @@ def read_config(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         "config.json is not of BASED, its baselines or Mamba: expected 'n_embd', 'd_model' or "
         f"model_type 'mamba', found {', '.join(sorted(config)[:12])}."
     )
+
+
+def published_config(config: DecoderConfig) -> dict[str, Any]:
+    """A `config.json` for a model, such that `read_config` gives the model back.
+
+    Raises:
+        ConvertError: if it mixes layers that no published layout has together, or has options that
+            the layout cannot express.
+    """
+    kinds, mixers = set(config.layers), config.mixers
+    if kinds == {"mamba"}:
+        ssm = {"state_size": "d_state", "conv_size": "d_conv", "expand": "expand"}
+        options = mixers.get("mamba", {})
+        rank = options.get("dt_rank")
+        return {
+            "d_model": config.width,
+            "n_layer": len(config.layers),
+            "vocab_size": config.vocab_size,
+            "ssm_cfg": {there: options[here] for here, there in ssm.items() if here in options}
+            | {"dt_rank": "auto" if rank is None else rank},
+            "rms_norm": True,
+            "residual_in_fp32": True,
+            "pad_vocab_size_multiple": config.vocab_multiple,
+            "norm_epsilon": config.norm_epsilon,
+            "tie_embeddings": True,
+        }
+    based = {"short_conv", "linear", "sliding_window"}
+    if kinds != {"softmax"} and not kinds <= based:
+        raise ConvertError(
+            f"no published layout has the layers {', '.join(sorted(kinds))} together; one has "
+            f"{', '.join(sorted(based))}, one softmax, one mamba."
+        )
+    heads = [mixers.get(kind, {}).get("num_heads") for kind in sorted(kinds - {"short_conv"})]
+    published = _GPT_OPTIONS | {
+        "n_embd": config.width,
+        "n_layer": len(config.layers),
+        "n_head": heads[0] if heads else 1,
+        "n_inner": config.mlp_width,
+        "vocab_size": config.vocab_size,
+        "pad_vocab_size_multiple": config.vocab_multiple,
+        "layer_norm_epsilon": config.norm_epsilon,
+    }
+    if kinds == {"softmax"}:
+        fraction = mixers.get("softmax", {}).get("rotary_fraction", 1.0)
+        return published | {"rotary_emb_fraction": fraction}
+    module = "based.models.mixers."
+    linear, sliding = mixers.get("linear", {}), mixers.get("sliding_window", {})
+    return published | {
+        "rotary_emb_fraction": 1,
+        "alt_mixer_layers": [i for i, kind in enumerate(config.layers) if kind == "linear"],
+        "alt_mixer_2_layers": [i for i, k in enumerate(config.layers) if k == "sliding_window"],
+        "mixer": {
+            "_target_": module + "convolution.BaseConv",
+            "l_max": 2048,
+            "use_bias": True,
+            "expand_proj": 2 * mixers.get("short_conv", {}).get("expand", 2),
+        },
+        "alt_mixer": {
+            "_target_": module + "linear_attention.LinearAttention",
+            "l_max": 2048,
+            "feature_dim": linear.get("qk_dim", 16),
+            "feature_map": {
+                "_target_": module + "linear_attention.TaylorExp",
+                "input_dim": linear.get("qk_dim", 16),
+            },
+            "num_heads": linear.get("num_heads"),
+            "parallel_implementation": "quadratic",
+        },
+        "alt_mixer_2": {
+            "_target_": module + "slide_attention.SlidingAttention",
+            "window_size": 2 * sliding.get("window", 128),
+            "num_heads": sliding.get("num_heads"),
+            "causal": True,
+        },
+    }
 
 
 def _gpt(config, shapes):

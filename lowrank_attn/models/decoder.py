@@ -116,7 +116,6 @@ class Decoder(nnx.Module):
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.vocab_size = vocab_size
         self.remat = remat
-        self.layer_names = tuple(layers)
         rows = -(-vocab_size // vocab_multiple) * vocab_multiple
         self.embedding = nnx.Embed(rows, width, param_dtype=param_dtype, rngs=rngs)
         self.blocks = nnx.List(
@@ -196,13 +195,8 @@ class Decoder(nnx.Module):
                 whose state grows with it.
 
         Raises:
-            ValueError: if a layer keeps no state, or has no place for a single token.
+            ValueError: if a layer keeps no state, or max_length is needed and is not given.
         """
-        if max_length < 1 and "softmax" in self.layer_names:
-            raise ValueError(
-                f"max_length={max_length}, expected the length of the longest text: the cache of "
-                "softmax layers is made for it."
-            )
         dtype = self.norm.dtype or self.embedding.embedding.dtype
         states = [block.mixer.empty_state(batch, max_length, dtype) for block in self.blocks]
         return DecoderState(jnp.zeros((batch,), jnp.int32), tuple(states))

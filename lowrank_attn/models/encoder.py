@@ -6,6 +6,7 @@ from flax import nnx
 
 from lowrank_attn.layers import Gating
 from lowrank_attn.layers.nnx import LinearAttention
+from lowrank_attn.models.heads import Head
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "none")
 POOLINGS = ("mean", "max", "last", "cls")
@@ -190,8 +191,8 @@ class Encoder(nnx.Module):
 class Classifier(nnx.Module):
     """Encoder, pooling over real tokens and a head.
 
-    One tower: logits = head(pool(encode(tokens))). Two towers share the encoder; the head reads
-    [x0, x1, x0 * x1, x0 - x1] of the two pooled vectors.
+    One tower: logits = head(pool(encode(tokens))). Two towers share the encoder, and the pooled
+    vectors of the two documents meet in the head.
 
     Args:
         encoder: the encoder; it must have a `cls` vector for `cls` pooling.
@@ -199,10 +200,11 @@ class Classifier(nnx.Module):
         pooling: `mean`, `max`, `last` (last real token) or `cls`.
         head_width: hidden size of a ReLU head; None: linear.
         two_towers: whether inputs are pairs of documents.
+        pair_head: their head, a name in `heads.PAIR_HEADS`.
         rngs: key stream `params`.
 
     Raises:
-        ValueError: for an unknown pooling, or `cls` without a `cls` vector.
+        ValueError: for an unknown pooling or pair head, or `cls` without a `cls` vector.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class Classifier(nnx.Module):
         pooling: str = "mean",
         head_width: int | None = None,
         two_towers: bool = False,
+        pair_head: str = "products",
         rngs: nnx.Rngs,
     ):
         if pooling not in POOLINGS:
@@ -221,10 +224,13 @@ class Classifier(nnx.Module):
             raise ValueError(f"pooling={pooling!r}, expected 'cls' if and only if use_cls is set.")
         self.encoder = encoder
         self.pooling = pooling
-        self.two_towers = two_towers
-        features = encoder.width * (4 if two_towers else 1)
-        self.hidden = None if head_width is None else nnx.Linear(features, head_width, rngs=rngs)
-        self.head = nnx.Linear(head_width or features, num_classes, rngs=rngs)
+        self.head = Head(
+            encoder.width,
+            num_classes,
+            width=head_width,
+            pair=pair_head if two_towers else None,
+            rngs=rngs,
+        )
 
     def __call__(
         self, tokens: jax.Array, mask: jax.Array, *, rngs: nnx.Rngs | None = None
@@ -241,13 +247,7 @@ class Classifier(nnx.Module):
         """
         T = tokens.shape[-1]
         tokens, mask = tokens.reshape(-1, T), mask.reshape(-1, T)
-        x = pool(self.encoder(tokens, mask, rngs=rngs), mask, self.pooling)
-        if self.two_towers:
-            a, b = x[0::2], x[1::2]
-            x = jnp.concatenate([a, b, a * b, a - b], axis=-1)
-        if self.hidden is not None:
-            x = nnx.relu(self.hidden(x))
-        return self.head(x)
+        return self.head(pool(self.encoder(tokens, mask, rngs=rngs), mask, self.pooling))
 
 
 class TokenPredictor(nnx.Module):

@@ -49,7 +49,8 @@ def stream(
         stop_tokens: a row ends with the first of these.
         max_length: most tokens of a prompt and its continuation; None: no limit. `softmax` layers
             make their cache for it, else for the longest of this batch.
-        chunk_size: tokens that are read at once. Memory grows with it, not with the prompt.
+        chunk_size: tokens that are read at once. Memory grows with it, not with the prompt; only
+            `softmax` layers hold chunk_size x max_length scores for each head.
 
     Yields:
         [B] int32, the next token of each row; -1 in rows that have ended. It ends when all have.
@@ -105,7 +106,8 @@ def prefill(
         chunk_size: tokens that are read at once.
 
     Returns:
-        Logits [B, V] after the last real token of each row, float32, and the state there.
+        Logits [B, V] after the last real token of each row, float32, -inf for ids beyond the
+        vocabulary, and the state there.
 
     Raises:
         ValueError: see `stream`.
@@ -163,8 +165,7 @@ def _stream(model, start, steps, sampling, key, stop_tokens):
     ended = jnp.zeros((len(logits),), bool)
     waiting = None
     for step in range(steps):
-        step_key = jax.random.fold_in(key, step)
-        token, shown, ended = _choose(logits, step_key, ended, sampling, stop_tokens)
+        token, shown, ended = _choose(logits, key, step, ended, sampling, stop_tokens)
         if step + 1 < steps:
             logits, state = read(token[:, None], ~ended[:, None], state)
         if waiting is not None:
@@ -199,9 +200,9 @@ def _reading_program(graph, tree):
     return read
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _choose(logits, key, ended, sampling, stop_tokens):
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def _choose(logits, key, step, ended, sampling, stop_tokens):
     """The next token of each row, the same with -1 in ended rows, and which rows have ended."""
-    token = sample(logits, key, sampling)
+    token = sample(logits, jax.random.fold_in(key, step), sampling)
     stops = functools.reduce(jnp.logical_or, [token == stop for stop in stop_tokens], ended)
     return token, jnp.where(ended, -1, token), stops

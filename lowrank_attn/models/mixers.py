@@ -183,7 +183,16 @@ class SoftmaxAttention(nnx.Module):
         return self.out(y), state
 
     def empty_state(self, batch: int, max_length: int, dtype) -> WindowState | KeyValueCache:
-        """Nothing before the first token; without a window, room for max_length tokens."""
+        """Nothing before the first token; without a window, room for max_length tokens.
+
+        Raises:
+            ValueError: if that is no room.
+        """
+        if self.window is None and max_length < 1:
+            raise ValueError(
+                f"max_length={max_length}, expected the length of the longest text: the cache of "
+                "softmax layers is made for it."
+            )
         size = max_length if self.window is None else self.window
         # an array each, so that both can be donated
         k, v = (jnp.zeros((batch, size, *self.qkv.out_features[1:]), dtype) for _ in range(2))

@@ -97,7 +97,9 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
     with_d = with_sum or plan.row_sums
     blocks = plan.V // plan.columns
     K, columns, readers, slots, chunks = plan.K, plan.columns, plan.readers, plan.slots, plan.chunks
-    registers = {1: (216, 240), 2: (144, 184) if with_sum else (128, 216)}[readers]
+    early = not with_sum and not gated  # registers to publish S while products are under way
+    registers = {1: (216, 240), 2: (144, 184) if with_sum else (152, 168)}[readers]
+    registers = (128, 216) if early else registers  # of readers, and of the state's warpgroup
 
     def body(*refs):
         q_ref, k_ref, v_ref, S_ref, *refs = refs
@@ -174,7 +176,7 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(S_full.at[copy])
 
-                    if with_sum:  # no registers for S beside products under way
+                    if not early:
                         publish()
                     plgpu.barrier_wait(kv_full.at[slot])
                     k_t, values = k_s.at[slot].transpose((1, 0)), v_s.at[slot]
@@ -193,7 +195,7 @@ def scan_segments(q, k, v, S, z, gates, plan: Plan, denominator: Denominator | N
                     add_product(S_acc, k_t, values, interpret)
                     if with_sum:
                         add_product(z_acc, k_t, ones_s.transpose((1, 0)), interpret)
-                    if not with_sum:
+                    if early:
                         publish()
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
