@@ -52,7 +52,9 @@ def llops(
 
     * `based`: the Taylor features of BASED, symmetric, or all D^2 + D + 1 of them if num_features
       says so. More features than that need untied parameters: the additional scores are then zero,
-      by one factor of the queries, and can grow. Tied ones would have gradient zero.
+      by one factor of the queries, and can grow. Tied ones would have gradient zero. Without
+      qk_norm this is the kernel of BASED's models, and the normaliser theirs, `sum`: scores start
+      at 1/2 or more, and nothing keeps them positive once the parameters have moved far.
     * `power`: (x_hat w_m)^p, w_m ~ N(0, I / D)
     * `polysketch`: random PolySketchFormer of x_hat / D^(1/4), p = 4, num_features a square
 
@@ -163,7 +165,7 @@ def llops(
         init=init_params,
         apply=apply,
         non_negative=squared,
-        normalize="sum" if squared else "rms",
+        normalize="sum" if squared or (init == "based" and not qk_norm) else "rms",
         product=ProductForm(factors, qk_norm, squared) if t == 1 else None,
     )
 

@@ -98,7 +98,7 @@ def resolve_normalize(kernel: Kernel, normalize: str | None, rule: str = "additi
             f"normalize={normalize!r} with rule={rule!r}, which weights values with both signs; "
             "use 'rms' or 'none'."
         )
-    if wanted == "sum" and not kernel.non_negative:
+    if wanted == "sum" and not kernel.non_negative and kernel.normalize != "sum":
         raise ValueError(
             "normalize='sum' with a feature map whose scores can be negative: their sum comes "
             "close to zero, or changes sign, and does not train. Use "
@@ -145,6 +145,8 @@ def attend(
 ) -> tuple[jax.Array, ops.State | None]:
     """Attention with any kernel; the arguments are those of `ops.causal`.
 
+    One causal token with a state is computed by `ops.decode_step`.
+
     Args:
         kernel: a feature map or an attention method.
         params: its parameters, `trainable | constant`.
@@ -164,24 +166,45 @@ def attend(
         y = kernel(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
         return y, None
     check_order(rule, causal)
-    op = functools.partial(ops.causal, rule=rule, gates=gates) if causal else ops.bidirectional
-    y, state = op(
-        q,
-        k,
-        v,
-        features=kernel,
-        params=params,
-        normalize=normalize,
-        mask=mask,
-        segment_ids=segment_ids,
-        positions=positions,
-        initial_state=initial_state,
-        chunk_size=chunk_size,
-        implementation=implementation,
-    )
+    shared = {
+        "features": kernel,
+        "params": params,
+        "normalize": normalize,
+        "implementation": implementation,
+    }
+    if causal and q.shape[1] == 1 and initial_state is not None:
+        y, state = _decode(
+            q, k, v, initial_state, rule=rule, gates=gates, mask=mask, positions=positions, **shared
+        )
+    else:
+        op = functools.partial(ops.causal, rule=rule, gates=gates) if causal else ops.bidirectional
+        y, state = op(
+            q,
+            k,
+            v,
+            mask=mask,
+            segment_ids=segment_ids,
+            positions=positions,
+            initial_state=initial_state,
+            chunk_size=chunk_size,
+            **shared,
+        )
     if gain is not None:
         y = y * gain.astype(y.dtype)
     return y, state
+
+
+def _decode(q, k, v, state, *, gates, mask, positions, **arguments):
+    """`ops.decode_step` of arrays with a T axis of length 1."""
+    if positions is not None:
+        positions = jnp.broadcast_to(positions, (len(q), 1))
+    q, k, v, gates, mask, positions = jax.tree.map(
+        lambda x: x[:, 0], (q, k, v, gates, mask, positions)
+    )
+    y, state = ops.decode_step(
+        q, k, v, state, gates=gates, mask=mask, positions=positions, **arguments
+    )
+    return y[:, None], state
 
 
 def padding_mask(mask: jax.Array | None, keys: jax.Array) -> jax.Array | None:

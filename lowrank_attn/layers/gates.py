@@ -3,6 +3,7 @@
 Convolutions, output gates and other parts of the published blocks are not here.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -35,7 +36,8 @@ class Gate(NamedTuple):
     apply: Callable[[Params, jax.Array, int], jax.Array]
 
 
-class Gating(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gating:
     """The name of a rule, and a form of each of its gates, whose parameters have disjoint names."""
 
     rule: str

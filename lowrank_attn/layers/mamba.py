@@ -1,11 +1,14 @@
 """Mamba: a selective state space in the place of attention."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_attn.layers.base import AttentionMethod, Params
+from lowrank_attn.layers.causal_conv import causal_conv
+from lowrank_attn.layers.recent import real_and_segment, remember
 from lowrank_attn.layers.visibility import check_same_tokens, precision_for, segment_numbers
 
 _CHUNK = 64  # states of so many tokens are in memory at once
@@ -87,52 +90,84 @@ def mamba(state_size: int = 16, conv_size: int = 4, dt_rank: int | None = None) 
         check_same_tokens(q, k, "each token is read once")
         if v.shape != q.shape:
             raise ValueError(f"v has shape {v.shape}, expected {q.shape} as q, which gates it.")
-        B, T = q.shape[:2]
-        real = jnp.ones((B, T), bool) if mask is None else mask.astype(bool)
-        segment = jnp.zeros((B, T), int) if segment_ids is None else segment_numbers(segment_ids)
-        tokens = [v, real, segment]
+        B = len(q)
+        segment = None if segment_ids is None else segment_numbers(segment_ids)
+        real, segment = real_and_segment(q, mask, segment)
+        x, x_real = v, real
         if not causal:  # both directions at once, as one batch
-            tokens = [jnp.concatenate([x, jnp.flip(x, 1)]) for x in tokens]
-        y = _scan_tokens(params, *tokens)
+            x, x_real, segment = (jnp.concatenate([x, jnp.flip(x, 1)]) for x in (v, real, segment))
+        y, _ = _scan_tokens(params, x, x_real, segment, None)
         if not causal:
             y = y[:B] + jnp.flip(y[B:], 1)
-        y = y * jax.nn.silu(q.astype(jnp.float32))
-        return jnp.where(real[..., None, None], y, 0).astype(v.dtype)
+        return _gated(y, q, real).astype(v.dtype)
 
     return AttentionMethod(init=init, apply=apply)
 
 
-def _scan_tokens(params, v, real, segment):
-    """One direction, before the gate: v [B, T, H, P] -> [B, T, H, P], float32."""
+class MambaState(NamedTuple):
+    """What the causal scan goes on from.
+
+    Attributes:
+        conv: [B, K - 1, H, P], the last inputs of the convolution.
+        h: [B, H, P, N], float32.
+    """
+
+    conv: jax.Array
+    h: jax.Array
+
+
+def continue_mamba(
+    params: Params,
+    q: jax.Array,
+    v: jax.Array,
+    past: MambaState,
+    real: jax.Array,
+    segment: jax.Array,
+) -> tuple[jax.Array, MambaState]:
+    """Causal `mamba` that goes on from earlier tokens.
+
+    Args:
+        params: the leaves of `mamba`.
+        q: [B, T, H, P], the gate, v: [B, T, H, P].
+        past: the state of the tokens before, in the document of the first one.
+        real: [B, T] bool, false at padding, which is at the ends of a row.
+        segment: [B, T] int, documents counted from 0.
+
+    Returns:
+        [B, T, H, P] in the dtype of v, and the state after the last token.
+    """
+    y, past = _scan_tokens(params, v, real, segment, past)
+    return _gated(y, q, real).astype(v.dtype), past
+
+
+def _gated(y, q, real):
+    return jnp.where(real[..., None, None], y * jax.nn.silu(q.astype(jnp.float32)), 0)
+
+
+def _scan_tokens(params, v, real, segment, past):
+    """One direction, before the gate: [B, T, H, P], float32, and the state (None without past)."""
     params = {name: leaf.astype(jnp.float32) for name, leaf in params.items()}
     H, R, P = params["dt_proj"].shape
     N = params["A_log"].shape[-1]
     precision = precision_for(v)
 
-    x = jnp.where(real[..., None, None], v.astype(jnp.float32), 0)
-    u = jax.nn.silu(_convolve(x, params["conv"], segment) + params["conv_bias"])
+    x = jnp.where(real[..., None, None], v, 0)
+    conv = causal_conv(x, params["conv"], segment, None if past is None else past.conv)
+    u = jax.nn.silu(conv + params["conv_bias"])
     low = jnp.einsum("bthp,hpr->btr", u, params["x_proj"], precision=precision)
     r, b, c = jnp.split(low, (R, R + N), axis=-1)
     dt = jnp.einsum("btr,hrp->bthp", r, params["dt_proj"], precision=precision)
     dt = jnp.where(real[..., None, None], jax.nn.softplus(dt + params["dt_bias"]), 0)
     begins = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)))
-    y = _selective_scan(u, dt, -jnp.exp(params["A_log"]), b, c, begins)
-    return y + params["skip"] * u
+    h = jnp.zeros((len(v), H, P, N), jnp.float32) if past is None else past.h
+    y, h = _selective_scan(u, dt, -jnp.exp(params["A_log"]), b, c, begins, h)
+    if past is not None:
+        past = MambaState(remember(past.conv, x.astype(past.conv.dtype), real, segment), h)
+    return y + params["skip"] * u, past
 
 
-def _convolve(x, filters, segment):
-    """Depthwise over the K last tokens of the segment: x [B, T, H, P], filters [H, P, K]."""
-    T, K = x.shape[1], filters.shape[-1]
-    y = x * filters[..., -1]
-    for back in range(1, min(K, T)):
-        earlier = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0), (0, 0)))
-        same = jnp.pad(segment[:, back:] == segment[:, :-back], ((0, 0), (back, 0)))
-        y = y + jnp.where(same[..., None, None], earlier, 0) * filters[..., K - 1 - back]
-    return y
-
-
-def _selective_scan(u, dt, A, b, c, begins):
-    """Outputs c_t . h_t [B, T, H, P] of the recurrence of `mamba`.
+def _selective_scan(u, dt, A, b, c, begins, h):
+    """Outputs c_t . h_t [B, T, H, P] of the recurrence of `mamba` from h on, and the last h.
 
     A scan over chunks, recomputed for gradients, so that only the states between chunks are kept.
     Inside a chunk runs of tokens are joined with the runs before them, doubling their length.
@@ -160,6 +195,5 @@ def _selective_scan(u, dt, A, b, c, begins):
         states = states + decay * h[:, None]
         return states[:, -1], jnp.sum(states * c[:, :, None, None], axis=-1)
 
-    h = jnp.zeros((B, *A.shape), jnp.float32)
-    _, y = jax.lax.scan(chunk, h, tuple(cut(x) for x in (u, dt, b, c, begins)))
-    return jnp.moveaxis(y, 0, 1).reshape(B, N * C, H, P)[:, :T]
+    h, y = jax.lax.scan(chunk, h, tuple(cut(x) for x in (u, dt, b, c, begins)))
+    return jnp.moveaxis(y, 0, 1).reshape(B, N * C, H, P)[:, :T], h
