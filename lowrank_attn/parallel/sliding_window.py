@@ -1,10 +1,12 @@
 """Sliding-window attention over a sequence that is cut over devices."""
 
 import jax
-import jax.numpy as jnp
 
 from lowrank_attn import layers
 from lowrank_attn.layers import AttentionMethod
+from lowrank_attn.layers.recent import real_and_segment
+from lowrank_attn.layers.sliding_window import WindowState, continue_window
+from lowrank_attn.layers.visibility import check_same_tokens, segment_numbers
 from lowrank_attn.parallel.halo import halo
 
 
@@ -20,25 +22,29 @@ def sliding_window(window: int = 128, *, axis: str = "context") -> AttentionMeth
     Raises:
         ValueError: if the window is below 1, or, when called, for causal=False.
     """
-    local = layers.ATTENTION["sliding_window"](window=window)
+    one_device = layers.ATTENTION["sliding_window"](window=window)
 
-    def apply(params, q, k, v, *, causal, mask=None, segment_ids=None):
+    def apply(
+        params,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        causal: bool,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        del params
         if not causal:
             raise ValueError(
                 "causal=False with a window over devices, which brings only earlier tokens; set "
                 "causal=True, or cut the batch instead of the sequence."
             )
-        B, T = q.shape[:2]
-        mask = jnp.ones((B, T), bool) if mask is None else mask.astype(bool)
-        segment_ids = jnp.zeros((B, T), jnp.int32) if segment_ids is None else segment_ids
-        own = (k, v, mask, segment_ids)
-        k, v, mask, segment_ids = jax.tree.map(
-            lambda before, own: jnp.concatenate([before, own], axis=1),
-            halo(own, axis, window),
-            own,
-        )
-        q = jnp.pad(q, [(0, 0), (window, 0), (0, 0), (0, 0)])
-        y = local(params, q, k, v, causal=True, mask=mask, segment_ids=segment_ids)
-        return y[:, window:]
+        check_same_tokens(q, k, "a window lies around the query's own place")
+        segment = None if segment_ids is None else segment_numbers(segment_ids)
+        real, segment = real_and_segment(q, mask, segment)
+        past = halo(WindowState(k, v, real), axis, window, segment_ids)
+        y, _ = continue_window(q, k, v, past, real, segment)
+        return y
 
-    return local._replace(apply=apply)
+    return one_device._replace(apply=apply)
