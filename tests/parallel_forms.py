@@ -59,7 +59,6 @@ CUTS = [
     *(("gla", shards, "all_gather") for shards in (1, 2, 4, 8)),
     *(("delta", shards, "all_gather") for shards in (1, 2, 4, 8)),
     ("decay with a sum", 4, "all_gather"),
-    ("kda", 4, "all_gather"),
     ("kda", 8, "ppermute"),
     ("additive", 4, "ppermute"),
 ]
@@ -218,8 +217,8 @@ def communication(f, length: int, gates: tuple[str, ...] = ()) -> dict[str, int]
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
     text = program.lower(x).compile().as_text()
     for shapes, kind in re.findall(rf"= (.+?) ({kinds})(?:-start)?\(", text):
-        for bits, sizes in re.findall(r"[a-z]+(\d+)\[([\d,]*)\]", shapes):
-            count = math.prod(int(n) for n in sizes.split(",")) * int(bits) // 8
+        for bits, sizes in re.findall(r"[a-z]+(\d*)\[([\d,]+)\]", shapes):
+            count = math.prod(int(n) for n in sizes.split(",")) * int(bits or 8) // 8
             found[kind] += count * (8 if kind == "reduce-scatter" else 1)
     return dict(found)
 
