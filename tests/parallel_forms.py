@@ -21,11 +21,13 @@ jax.config.update("jax_disable_most_optimizations", True)  # compiles faster
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from conftest import relative_error  # noqa: E402
-from jax.sharding import AxisType, PartitionSpec  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 from lowrank_attn import layers, ops, parallel  # noqa: E402
 from lowrank_attn.layers.causal_conv import causal_conv  # noqa: E402
 from lowrank_attn.layers.visibility import segment_numbers  # noqa: E402
+from lowrank_attn.models.decoder import Decoder  # noqa: E402
 
 B, T, HQ, H, D, P = 2, 43, 4, 2, 5, 3
 TOKENS = PartitionSpec("data", "context")
@@ -242,12 +244,33 @@ def all_communication() -> dict[str, list[dict[str, int]]]:
     }
 
 
+def of_a_decoder() -> tuple[float, dict[str, list[int]]]:
+    """The error of a sharded decoder's logits, and the shapes of its parameters on a device."""
+    mixers = {"linear": {"num_heads": 4, "num_kv_heads": 1}, "short_conv": {}}
+    model = Decoder(32, 16, ("linear", "short_conv"), mixers, mlp_width=24, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    tokens = np.random.default_rng(0).integers(0, 32, (4, 16))
+    logits = jax.jit(lambda params, tokens: nnx.merge(graph, params)(tokens)[0])
+    mesh = parallel.make_mesh(fsdp=2, tensor=2, context=2)
+    placed = jax.device_put(params, parallel.shardings(params, mesh))
+    found = logits(placed, jax.device_put(tokens, NamedSharding(mesh, parallel.TOKENS)))
+    parts = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): list(
+            x.sharding.shard_shape(x.shape)
+        )
+        for path, x in jax.tree_util.tree_leaves_with_path(placed)
+    }
+    return relative_error(found, logits(params, tokens)), parts
+
+
 def main():
     errors = {f"{name}, {shards} shards, {scan}": error_of_causal(name, shards, scan)
               for name, shards, scan in CUTS}  # fmt: skip
     errors |= {f"window {W}, {n} shards": error_of_window(W, n) for W, n in ((4, 4), (13, 8))}
     errors |= {f"filter {K}, {n} shards": error_of_convolution(K, n) for K, n in ((4, 4), (9, 8))}
-    json.dump({"errors": errors, "communication": all_communication()}, sys.stdout)
+    errors["decoder"], parts = of_a_decoder()
+    report = {"errors": errors, "communication": all_communication(), "parts": parts}
+    json.dump(report, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def report():
 def test_outputs_states_and_gradients_are_those_of_one_device(report):
     wrong = {case: error for case, error in report["errors"].items() if error > FLOAT32_TOLERANCE}
     assert not wrong
-    assert len(report["errors"]) == 23
+    assert len(report["errors"]) == 24
 
 
 def test_communication_does_not_depend_on_the_length(report):
@@ -55,6 +55,37 @@ def test_communication_is_what_the_docstrings_say(report):
     assert found["additive in steps"] == {"collective-permute": 2 * steps}
     real = 2 * 12  # one byte each
     assert found["window"] == {"collective-permute": 2 * tokens + real}
+
+
+def test_parameters_are_cut_by_their_names(report):
+    """Over fsdp=2 and tensor=2, for E = 16, 4 heads of 4, one of keys, MLPs of 24 and 32 tokens."""
+    parts = report["parts"]
+    expected = {
+        "embedding/embedding": [16, 8],
+        "blocks/0/mixer/query/kernel": [8, 2, 4],
+        "blocks/0/mixer/key/kernel": [8, 1, 4],  # its one head cannot be cut
+        "blocks/0/mixer/out/kernel": [2, 4, 8],
+        "blocks/0/mixer/attend/gain": [2, 4],
+        "blocks/0/mlp/up/kernel": [8, 2, 12],
+        "blocks/0/mlp/out/kernel": [12, 8],
+        "blocks/1/mixer/up/kernel": [8, 2, 16],
+        "blocks/1/mixer/up/bias": [2, 16],
+        "blocks/1/mixer/conv": [16, 3],
+        "blocks/1/mixer/out/kernel": [16, 8],
+        "norm/scale": [16],
+    }
+    assert {name: parts[f"{name}/value"] for name in expected} == expected
+
+
+def test_sizes_of_a_mesh():
+    device = jax.devices()[:1]
+    assert dict(parallel.make_mesh(devices=device).shape) == {
+        "data": 1, "fsdp": 1, "context": 1, "tensor": 1
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="fsdp=1, context=1, tensor=2 for 1 devices"):
+        parallel.make_mesh(tensor=2, devices=device)
+    with pytest.raises(ValueError, match="expected positive sizes"):
+        parallel.make_mesh(data=-1, fsdp=-1, devices=device)
 
 
 def on_one_shard(f, *arrays):
