@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import FLOAT32_TOLERANCE, normal
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
 from lowrank_attn import ops, parallel
+from lowrank_attn.features import FEATURE_MAPS
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -99,6 +101,26 @@ def test_the_operation_inside_shard_map():
     x = normal(0, 2, 12, 2, 4)
     y = on_one_shard(lambda x: ops.causal(x, x, x, chunk_size=4)[0], x)
     assert jnp.array_equal(y, jax.jit(lambda x: ops.causal(x, x, x, chunk_size=4)[0])(x))
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="the kernels need jax >= 0.11")
+@pytest.mark.parametrize("op", [parallel.causal, ops.bidirectional])
+def test_kernels_have_gradients_inside_shard_map(op):
+    """Those of parameters are sums over the devices; only types are looked at, without a GPU."""
+    kernel = FEATURE_MAPS["llops"](4, 64)
+    params, _ = kernel.init(jax.random.key(0), 64, 2)
+
+    def loss(x, params):
+        def shard(x):
+            return op(
+                x, x, x, features=kernel, params=params, implementation="pallas_gpu"
+            )[0]  # fmt: skip
+
+        return jnp.sum(on_one_shard(shard, x).astype(jnp.float32))
+
+    x = normal(0, 2, 64, 2, 64, dtype=jnp.bfloat16)
+    jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, params))
+    assert "psum" in jaxpr
 
 
 def test_unknown_scan():
