@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
     def kernel(self, interpret, q, k, v, params, state, gates):
         """`pallas_gpu.causal`, interpreted if asked for."""
-        args, method = api._prepare(
+        args, method = api.prepare(
             q, k, v, self.features, params, "decay" if gates else "additive", gates, self.normalize,
             1e-6, self.mask, self.segment_ids, None, state, 128,
         )  # fmt: skip

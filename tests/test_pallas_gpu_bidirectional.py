@@ -27,7 +27,7 @@ def primals_of(seed, *, S=None, **options):
 
 def kernel(features, normalize, mask, interpret, q, k, v, params, state):
     """`pallas_gpu.bidirectional`, interpreted if asked for."""
-    args, method = api._prepare(
+    args, method = api.prepare(
         q, k, v, features, params, "additive", None, normalize, 1e-6, mask, None, None, state, 128
     )
     return pallas_gpu.bidirectional(args, method, interpret)

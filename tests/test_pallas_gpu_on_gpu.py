@@ -22,7 +22,7 @@ from lowrank_attn.ops import api, pallas_gpu
 
 def quadratic(call, q, k, v, params, state, gates):
     """What a `Call` computes, with all scores explicit: in float32, and fast on a GPU."""
-    args, method = api._prepare(
+    args, method = api.prepare(
         *(x.astype(jnp.float32) for x in (q, k, v)), call.features, params,
         "decay" if gates else "additive", gates, call.normalize,
         1e-6, call.mask, call.segment_ids, None, state, 128,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowrank_attn.ops.arguments import Arguments, Method, State
 from lowrank_attn.ops.checks import check_gates, check_qkv, check_state, check_tokens
 from lowrank_attn.ops.dispatch import dispatch
+from lowrank_attn.ops.manual_axes import vary, varying_axes
 from lowrank_attn.ops.normalize import needs_denominator
 from lowrank_attn.ops.rules import RULES, Rule
 
@@ -74,7 +75,7 @@ def causal(
         ValueError: for arguments that do not fit together; the message names the argument.
         NotImplementedError: if the one named implementation cannot do this call.
     """
-    args, method = _prepare(
+    args, method = prepare(
         q, k, v, features, params, rule, gates, normalize, epsilon, mask, segment_ids, positions,
         initial_state, chunk_size,
     )  # fmt: skip
@@ -120,7 +121,7 @@ def bidirectional(
         check_tokens("k", k, q.shape[1], "with segment_ids, queries and keys are the same tokens")
     if positions is not None:
         check_tokens("k", k, q.shape[1], "with positions, queries and keys are the same tokens")
-    args, method = _prepare(
+    args, method = prepare(
         q, k, v, features, params, "additive", None, normalize, epsilon, mask, segment_ids,
         positions, initial_state, chunk_size,
     )  # fmt: skip
@@ -169,7 +170,7 @@ def decode_step(
         return None if x is None else jnp.expand_dims(jnp.asarray(x), 1)
 
     q, k, v = (with_token_axis(x) for x in (q, k, v))
-    args, method = _prepare(
+    args, method = prepare(
         q, k, v, features, params, rule, jax.tree.map(with_token_axis, gates), normalize, epsilon,
         with_token_axis(mask), None, with_token_axis(positions), state, 1,
     )  # fmt: skip
@@ -177,7 +178,7 @@ def decode_step(
     return y[:, 0], state
 
 
-def _prepare(
+def prepare(
     q, k, v, features, params, rule, gates, normalize, epsilon, mask, segment_ids, positions,
     state, chunk_size,
 ):  # fmt: skip
@@ -239,6 +240,7 @@ def _prepare(
         gates = {n: jnp.where(mask.reshape(B, S, *[1] * (g.ndim - 2)), g, 0)
                  for n, g in gates.items()}  # fmt: skip
     args = Arguments(q, k, v, params, gates, mask, reset, q_positions, k_positions, state)
+    args = args._replace(state=vary(state, varying_axes(args)))
     return args, Method(features, rule, normalize, epsilon, chunk_size)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.manual_axes import vary, varying_axes
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
 from lowrank_attn.ops.pallas_gpu_attention import Settings, attend, map_and_attend
 from lowrank_attn.ops.pallas_gpu_base import pad_to
@@ -81,6 +82,7 @@ def causal(args: Arguments, method: Method, interpret=None) -> tuple[jax.Array, 
         NotImplementedError: with the reason, if the kernels cannot do the call.
     """
     _check("causal", args, method, interpret)
+    args = vary(args, varying_axes(args))
     denominator = None
     if needs_denominator(method.normalize):
         offset = 1.0 if method.normalize == "sum_plus_one" else 0.0
@@ -135,6 +137,7 @@ def bidirectional(args: Arguments, method: Method, interpret=None) -> tuple[jax.
         NotImplementedError: with the reason, if the kernels cannot do the call.
     """
     _check("bidirectional", args, method, interpret)
+    args = vary(args, varying_axes(args))
     T, M = args.q.shape[1], args.state.S.shape[2]
     v = method.with_ones(args.v)  # before padding: values of 0 hide the features of padded keys
     P = v.shape[3]

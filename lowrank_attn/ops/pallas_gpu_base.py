@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lowrank_attn.ops.manual_axes import vary, varying_axes
+
 C = 64  # tokens per chunk: the number of rows of one wgmma
 SHARED_BYTES = 232448 - 1024  # of one block on Hopper, less room for barriers and alignment
 SMS = 132
@@ -29,7 +31,7 @@ def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, in
         interpret: None, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
     options = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         grid=tuple(grid.values()),
@@ -41,6 +43,11 @@ def launch(body, out_type, *, grid: dict[str, int], warpgroups: int, scratch, in
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **options,
     )
+
+    def run(*operands):  # the kernel's results do not say that they vary as its operands do
+        return vary(kernel(*operands), varying_axes(operands))
+
+    return run
 
 
 def mod(n: jax.Array, k: int) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lowrank_attn.ops.manual_axes import vary, varying_axes
 from lowrank_attn.ops.pallas_tpu_layout import Inputs, Scan, cut, make_layout
 
 
@@ -28,20 +29,9 @@ def chunk_scan(scan: Scan, inputs: Inputs) -> tuple[jax.Array | None, jax.Array]
     }
     floating = {n: p for n, p in params.items() if jnp.issubdtype(p.dtype, jnp.floating)}
     constants = {n: p for n, p in params.items() if n not in floating}
-    inputs = _vary_alike(inputs._replace(params=floating, constants=constants))
+    inputs = inputs._replace(params=floating, constants=constants)
+    inputs = vary(inputs, varying_axes(inputs))
     return _scan(scan._replace(body=body), *inputs)
-
-
-def _vary_alike(tree):
-    """Let all arrays vary over the same manual axes of a mesh, as kernels in `shard_map` need."""
-    leaves = jax.tree.leaves(tree)
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def vary(x):
-        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
