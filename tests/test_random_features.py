@@ -4,6 +4,8 @@ Tolerances of golden numbers: 1e-6 of the largest output, 3e-6 of the largest gr
 golden/README.md.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -166,3 +168,17 @@ def test_the_kernel_by_a_loop(feature_map):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+TWO_DRAWS = """
+import jax
+from lowrank_attn.features.orthogonal import draw_orthogonal
+
+draw = lambda key: [draw_orthogonal(k, (32, 1, 2048, 16)) for k in jax.random.split(key)]
+jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
+"""
+
+
+def test_two_large_draws_in_one_program_end():
+    """In a process of its own: with `jnp.linalg.qr` they waited for each other on two cores."""
+    subprocess.run([sys.executable, "-c", TWO_DRAWS], check=True, timeout=120)
