@@ -21,7 +21,7 @@ def draw_orthogonal(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, 
 def _orthonormal_columns(a: jax.Array) -> jax.Array:
     """The orthogonal factor of matrices [..., D, D] whose triangular one has a positive diagonal.
 
-    So it is uniform over the orthogonal matrices for Gaussian ones. Gram-Schmidt, each column twice:
+    So it is uniform over orthogonal matrices for Gaussian ones. Gram-Schmidt, each column twice:
     two batched `jnp.linalg.qr` in one program were seen to wait for each other for ever on CPUs.
     """
 
