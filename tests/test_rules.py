@@ -3,6 +3,7 @@
 The golden files hold float64 results of public code; see golden/README.md.
 """
 
+import functools
 from pathlib import Path
 
 import jax
@@ -118,3 +119,18 @@ def test_inverse_of_equal_keys(C):
     found = jax.grad(lambda A: jnp.sum(unit_lower_inverse(A) * weights))(A)
     with jax.default_matmul_precision("float32"):
         assert_close(found, -expected.T @ weights @ expected.T)
+
+
+@pytest.mark.parametrize("rule", ["additive", "decay"])
+def test_bfloat16_on_a_cpu(rule):
+    """Decayed keys were a product that XLA's CPU backend cannot run at this shape."""
+    q, k, v = (normal(i, 2, 300, 3, 16, dtype=jnp.bfloat16) for i in range(3))
+    gates = {"log_decay": -jnp.abs(normal(3, 2, 300, 3))} if rule == "decay" else {}
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run_of(q, k, v, name):
+        return ops.causal(q, k, v, rule=rule, gates=gates, normalize="rms", implementation=name)[0]
+
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    found, expected = run_of(q, k, v, "xla"), run_of(*wide, "reference")
+    assert_close(found.astype(jnp.float32), expected, 2e-2)

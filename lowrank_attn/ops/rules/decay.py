@@ -60,7 +60,8 @@ def _parts(q, k, v, gates, see, dot):
     to = decays(gates["log_decay"], see)
     scores = dot(q, k, (1, 1)) * to.pairs  # [C, C]
     y = dot(scores.astype(v.dtype), v, (1, 0))
-    S = dot((k * to.end).astype(k.dtype), v, (0, 0))
+    # decayed values, not keys: XLA's CPU backend (jax 0.10 to 0.12) cannot run some of the latter
+    S = dot(k, (v * to.end).astype(v.dtype), (0, 0))
     return Parts(y, S, to.start, to.keep)
 
 
