@@ -78,6 +78,8 @@ def compile_sharded(devices):
 if __name__ == "__main__":
     devices = topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices
     for name, settings in FORMS.items():
+        if name == "map_with_constants" and sys.argv[1].startswith("v4"):
+            continue  # a known limit: v4 cannot reshape what the gradient of SLAY's map needs
         print(name, flush=True)
         try:
             compile_form(devices, settings)

@@ -178,7 +178,7 @@ def slay(
             sketches = params["sketch_of_polynomial"], params["sketch_of_random"]
             parts = [tensor_sketch(g, e, *sketches, sketch_size) for e in nodes]
         else:
-            parts = [g[:, i : i + 1] * e for e in nodes for i in range(g.shape[1])]
+            parts = [(g[:, :, None] * e[:, None, :]).reshape(len(x), -1) for e in nodes]
         return jnp.concatenate(parts, axis=1).astype(x.dtype)
 
     non_negative = fusion != "sketch" and (not has_factor or factor.non_negative)
