@@ -1,7 +1,10 @@
 """The README's way from a published checkpoint to a table, at the size of a test."""
 
 import json
+import pathlib
+import re
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,6 +14,7 @@ from lowrank_attn.convert import read_checkpoint, write_checkpoint
 from lowrank_attn.models.decoder_configs import DecoderConfig, based_layers, based_mixers
 from lowrank_attn.models.folder import arrays_of, load_decoder
 
+ROOT = pathlib.Path(__file__).parent.parent
 BASED = DecoderConfig(
     257, 32, based_layers(3, (1,), (2,)), based_mixers(2, 8), mlp_width=32, vocab_multiple=8
 )
@@ -52,6 +56,18 @@ def test_from_a_checkpoint_to_a_continued_model(folder, continued):
     _, published, _ = read_checkpoint(folder / "published")
     changed = np.abs(published["embedding/embedding"] - params["embedding/embedding"])
     assert 0 < np.max(changed) < 0.05
+
+
+@pytest.mark.slow
+def test_readme_example_runs(folder, continued, monkeypatch):
+    text = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(from lowrank_attn.convert import.*?)```", text, re.S)
+    (folder / "models").mkdir()
+    (folder / "based").rename(folder / "models" / "based-360m")
+    monkeypatch.chdir(folder)
+    names = {"prompts": [[1, 2, 3], [4]], "key": jax.random.key(0)}
+    exec(example, names)
+    assert names["tokens"].shape == (2,)
 
 
 @pytest.mark.slow

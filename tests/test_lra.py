@@ -202,7 +202,7 @@ def test_options_are_literals_or_words():
 
 def test_readme_example_runs():
     text = (ROOT / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    example, *_ = re.findall(r"```python\n(.*?)```", text, re.S)
     names: dict = {}
     exec(example, names)
     assert names["y"].shape == (2, 1000, 256) and names["y_next"].shape == (2, 1, 256)

@@ -123,6 +123,32 @@ def test_kernels_have_gradients_inside_shard_map(op):
     assert "psum" in jaxpr
 
 
+README_EXAMPLE = """
+import re, sys
+import jax, jax.numpy as jnp
+from lowrank_attn import ops
+
+jax.config.update("jax_num_cpu_devices", 8)
+(example,) = re.findall(r"```python\\n(import jax\\nfrom lowrank_attn import parallel.*?)```",
+                        open("README.md").read(), re.S)
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 21, 2, 4))
+segment_ids = jnp.arange(21)[None].repeat(2, 0) // 6
+want = ops.causal(q, k, v, segment_ids=segment_ids, implementation="xla")[0]
+exec(example)
+assert y.shape == (2, 24, 2, 4)
+assert jnp.max(jnp.abs(y[:, :21] - want)) < 2e-5 * jnp.max(jnp.abs(want))
+"""
+
+
+def test_readme_example_runs():
+    subprocess.run(
+        [sys.executable, "-c", README_EXAMPLE],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+
+
 def test_unknown_scan():
     x = normal(0, 2, 4, 2, 4)
     with pytest.raises(ValueError, match="scan='ring' is unknown; known: all_gather, ppermute"):
