@@ -23,7 +23,6 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import lra
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import data_mesh, evaluate, replicated
@@ -46,7 +45,7 @@ from lowrank_attn.models.generate import stream
 from lowrank_attn.models.sampling import Sampling
 
 # Names of parameters without weight decay, besides vectors.
-NOT_DECAYED = (*lra.NOT_DECAYED, "bias", "skip")
+NOT_DECAYED = (*optimizer.NOT_DECAYED, "bias", "skip")
 SAMPLED_TOKENS = 64
 PROMPT_TOKENS = 16
 

@@ -27,12 +27,6 @@ from experiments.lra_settings import Config
 from experiments.tasks.base import DataError, Task
 from lowrank_attn.models.encoder import Classifier, Encoder, TokenPredictor
 
-# Names of parameters without weight decay, up to a number at their end.
-NOT_DECAYED = (
-    "b", "gain", "lambda", "scale", "exponent", "conv_bias", "position", "cls", "A_log", "dt_bias",
-    "decay_bias",
-)  # fmt: skip
-
 
 def make_encoder(config: Config, task: Task, rngs: nnx.Rngs) -> Encoder:
     """The encoder that the settings describe."""
@@ -71,7 +65,7 @@ def make_optimizer(config: Config, peak: float, steps: int, model: PureModule):
         schedule,
         b2=config.b2,
         weight_decay=config.weight_decay,
-        no_decay=lambda name: name.split("/")[-1].rstrip("0123456789") in NOT_DECAYED,
+        no_decay=lambda name: name.split("/")[-1].rstrip("0123456789") in optimizer.NOT_DECAYED,
         frozen=model.is_constant,
         clip=config.clip,
         clip_at=config.clip_at,

@@ -6,7 +6,6 @@ public code computes with them in float64 (tests/golden/README.md).
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,57 +13,29 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import assert_close
+from decoder_cases import golden, write_published
 from flax import nnx
 from torch_zip import write_torch
 
 from experiments import convert as command
 from lowrank_attn.convert import ConvertError, build, read_checkpoint, with_llops, write_checkpoint
-from lowrank_attn.convert.safetensors import read_safetensors, write_safetensors
+from lowrank_attn.convert.safetensors import read_safetensors
 from lowrank_attn.models.decoder import Decoder
 from lowrank_attn.models.folder import arrays_of, load_decoder
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 # Through three or four layers, relative to the largest logit: the public code's own float32 runs
 # are 4.4e-7 to 6.8e-7 off.
 LOGITS, GRADIENTS = 2e-6, 1e-5
-MAMBA = {
-    "d_model": 48,
-    "n_layer": 3,
-    "vocab_size": 97,
-    "pad_vocab_size_multiple": 1,
-    "ssm_cfg": {"d_state": 16, "d_conv": 4, "expand": 2, "dt_rank": 3},
-    "rms_norm": True,
-    "tie_embeddings": True,
-}
 EMBEDDING = "transformer.embeddings.word_embeddings.weight"
-
-
-def golden(name):
-    """The weights by name, float32, the configuration, and the other arrays."""
-    arrays = np.load(GOLDEN / f"{name}.npz")
-    weights = {}
-    for key in arrays.files:
-        if key.startswith("param.") and key != "param.meta":
-            bits = arrays[key].dtype == np.uint16
-            array = arrays[key].view(ml_dtypes.bfloat16) if bits else arrays[key]
-            weights[key.removeprefix("param.")] = array.astype(np.float32)
-    config = json.loads(str(arrays["config"])) if "config" in arrays else MAMBA
-    return weights, config, arrays
-
-
-def write(folder, weights, config):
-    folder.mkdir()
-    shapes = {name: (array.shape, array.dtype) for name, array in weights.items()}
-    write_safetensors(folder / "model.safetensors", shapes, iter(weights.items()))
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def based(tmp_path_factory):
     """The folder of the BASED checkpoint and its contents."""
     weights, config, arrays = golden("based_lm")
-    return write(tmp_path_factory.mktemp("checkpoints") / "based", weights, config), arrays
+    return write_published(
+        tmp_path_factory.mktemp("checkpoints") / "based", weights, config
+    ), arrays
 
 
 def loss_and_gradients(config, params, ids):
@@ -88,7 +59,9 @@ def loss_and_gradients(config, params, ids):
 @pytest.mark.parametrize("name", ["based_lm", "attn_lm", "mamba_lm"])
 def test_logits_and_gradients_are_those_of_the_public_code(name, tmp_path):
     weights, published, arrays = golden(name)
-    config, params, source = read_checkpoint(write(tmp_path / "published", weights, published))
+    config, params, source = read_checkpoint(
+        write_published(tmp_path / "published", weights, published)
+    )
     ids = jnp.asarray(arrays["ids"])
     loss, logits, gradients = loss_and_gradients(config, params, ids)
     assert_close(logits[: len(arrays["logits"])], arrays["logits"], LOGITS)
@@ -118,7 +91,7 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
     embedding = next(iter(weights))
     weights["model.lm_head.weight"] = weights[embedding]
     weights["model.transformer.decay.decay"] = np.ones(4, dtype)
-    folder = write(tmp_path / "published", weights, published)
+    folder = write_published(tmp_path / "published", weights, published)
     config, params, source = read_checkpoint(folder)
     assert {array.dtype for array in params.values()} == {np.dtype(np.float32)}
     write_checkpoint(tmp_path / "back", config, params, json.loads(json.dumps(source)))
@@ -132,7 +105,7 @@ def test_there_and_back_is_the_same_bits(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["based_lm", "attn_lm", "mamba_lm"])
 def test_models_that_were_not_published_are_written_in_the_layouts(name, tmp_path):
-    config, params, _ = read_checkpoint(write(tmp_path / "published", *golden(name)[:2]))
+    config, params, _ = read_checkpoint(write_published(tmp_path / "published", *golden(name)[:2]))
     write_checkpoint(tmp_path / "back", config, params)
     again, found, source = read_checkpoint(tmp_path / "back")
     assert again == config and found.keys() == params.keys()
@@ -170,7 +143,7 @@ def test_every_array_is_reported_once(based, tmp_path):
     weights["model.lm_head.weight"] = weights[f"model.{EMBEDDING}"]
     extra = {"model.transformer.decay.decay": 4, "model.train_metrics.num-tokens.count": 1}
     weights |= {name: np.ones(n, np.float32) for name, n in extra.items()}
-    folder = write(tmp_path / "published", weights, published)
+    folder = write_published(tmp_path / "published", weights, published)
     _, params, source = read_checkpoint(folder)
     leaves = {leaf["source"]: leaf for leaf in source["leaves"]}
     assert len(leaves) == len(source["leaves"]) and leaves.keys() == weights.keys()
@@ -203,8 +176,8 @@ def test_one_tied_matrix_and_every_file_format_give_the_same_model(based, tmp_pa
 def test_files_of_one_model_in_parts(based, tmp_path):
     weights, published, _ = golden("based_lm")
     names = sorted(weights)
-    folder = write(tmp_path / "parts", {n: weights[n] for n in names[::2]}, published)
-    half = write(tmp_path / "half", {n: weights[n] for n in names[1::2]}, published)
+    folder = write_published(tmp_path / "parts", {n: weights[n] for n in names[::2]}, published)
+    half = write_published(tmp_path / "half", {n: weights[n] for n in names[1::2]}, published)
     (half / "model.safetensors").rename(folder / "model-2.safetensors")
     _, params, _ = read_checkpoint(folder)
     assert params.keys() == read_checkpoint(based[0])[1].keys()
@@ -215,7 +188,7 @@ def test_files_of_one_model_in_parts(based, tmp_path):
 
 def test_a_mamba_of_transformers_is_the_same_model(tmp_path):
     weights, published, _ = golden("mamba_lm")
-    expected = read_checkpoint(write(tmp_path / "ssm", weights, published))
+    expected = read_checkpoint(write_published(tmp_path / "ssm", weights, published))
     weights["backbone.embeddings.weight"] = weights.pop("backbone.embedding.weight")
     theirs = {
         "model_type": "mamba",
@@ -225,7 +198,7 @@ def test_a_mamba_of_transformers_is_the_same_model(tmp_path):
         "state_size": 16,
         "time_step_rank": 3,
     }
-    config, params, _ = read_checkpoint(write(tmp_path / "transformers", weights, theirs))
+    config, params, _ = read_checkpoint(write_published(tmp_path / "transformers", weights, theirs))
     assert config == expected[0]
     assert all(np.array_equal(params[path], array) for path, array in expected[1].items())
 
@@ -252,7 +225,7 @@ def test_llops_begins_as_based_and_can_change(based, num_factors, num_features):
 
 def test_what_cannot_become_llops_is_refused(tmp_path, based):
     weights, published, _ = golden("mamba_lm")
-    config, params, _ = read_checkpoint(write(tmp_path / "mamba", weights, published))
+    config, params, _ = read_checkpoint(write_published(tmp_path / "mamba", weights, published))
     with pytest.raises(ValueError, match="begins as the taylor features .* has the layers mamba"):
         with_llops(config, params)
     config, params, source = read_checkpoint(based[0])

@@ -8,7 +8,8 @@ import pickle
 
 import numpy as np
 import pytest
-from test_convert import EMBEDDING, golden, write
+from decoder_cases import golden, write_published
+from test_convert import EMBEDDING
 from torch_zip import write_archive, write_torch
 
 from lowrank_attn.convert import ConvertError, read_checkpoint
@@ -70,7 +71,7 @@ def resize(weights, name, *shape):
     ],
 )
 def test_another_model_is_refused_with_the_arrays_and_shapes(edit, message, tmp_path):
-    folder = write(tmp_path / "published", *change(edit))
+    folder = write_published(tmp_path / "published", *change(edit))
     with pytest.raises(ConvertError, match=message):
         read_checkpoint(folder)
 
@@ -195,7 +196,7 @@ def test_damaged_torch_files_are_refused(tmp_path):
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
-    folder = write(tmp_path / "published", *change(lambda w, c: None))
+    folder = write_published(tmp_path / "published", *change(lambda w, c: None))
     pathlib.Path(folder, "config.json").write_text("{")
     with pytest.raises(ConvertError, match="config.json cannot be read"):
         read_checkpoint(folder)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
+from decoder_cases import random_model
 from flax import nnx
 
 from lowrank_attn.models.decoder import REMAT, count_positions
@@ -34,14 +35,7 @@ def make(name, **arguments):
     mixer, options = MIXERS[name]
     config = DecoderConfig(V, 16, (mixer,), {mixer: options}, mlp_width=32, vocab_multiple=8)
 
-    model = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(0), **arguments))
-    random = np.random.default_rng(0)
-    state = nnx.state(model)
-    for path, variable in nnx.to_flat_state(state):
-        draw = 0.2 * random.normal(size=variable.shape) + (path[-1] in ("scale", "b", "gain"))
-        variable.set_value(jnp.asarray(draw, variable.dtype))
-    nnx.update(model, state)
-    return model
+    return random_model(config, 0, 0.2, ("scale", "b", "gain"), **arguments)
 
 
 @nnx.jit

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import assert_close
+from decoder_cases import every_mixer, random_model
 from flax import nnx
 
 from lowrank_attn.models.decoder import Decoder
@@ -15,30 +16,13 @@ from lowrank_attn.models.generate import generate, prefill, stream
 from lowrank_attn.models.sampling import Sampling, log_probabilities, sample
 
 V = 30
-CONFIG = DecoderConfig(
-    V,
-    16,
-    ("short_conv", "linear", "sliding_window", "softmax", "mamba"),
-    {
-        "linear": {"num_heads": 2, "qk_dim": 4, "kernel": "taylor"},
-        "sliding_window": {"num_heads": 2, "window": 6},
-        "softmax": {"num_heads": 2},
-        "mamba": {"state_size": 4},
-    },
-    mlp_width=32,
-    vocab_multiple=8,
-)
 PROMPTS = [[3], list(range(1, 20)), [7, 7, 2, 9, 11, 0]]
 
 
 @functools.cache
 def make():
-    model = nnx.eval_shape(lambda: CONFIG.make(rngs=nnx.Rngs(0)))
-    random = np.random.default_rng(1)
+    model = random_model(every_mixer(V))
     state = nnx.state(model)
-    for path, variable in nnx.to_flat_state(state):
-        draw = 0.3 * random.normal(size=variable.shape) + (path[-1] == "scale")
-        variable.set_value(jnp.asarray(draw, variable.dtype))
     # ids 30 and 31 are padding of the table; one of them would win every time
     table = state["embedding"]["embedding"]
     table.set_value(table[...].at[V:].set(jnp.array([[100], [-100]]) * table[...][0]))
@@ -104,8 +88,8 @@ def test_prompts_in_parts_are_the_whole():
 
 
 def test_memory_and_programs_do_not_grow_with_the_prompt():
-    layers = tuple(name for name in CONFIG.layers if name != "softmax")
-    config = DecoderConfig(V, 16, layers, CONFIG.mixers, mlp_width=32)
+    layers = tuple(name for name in every_mixer(V).layers if name != "softmax")
+    config = DecoderConfig(V, 16, layers, every_mixer(V).mixers, mlp_width=32)
     model = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(0)))
     state = nnx.state(model)
     nnx.update(model, jax.tree.map(lambda x: jnp.full(x.shape, 0.1, x.dtype), state))

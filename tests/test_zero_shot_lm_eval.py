@@ -7,7 +7,8 @@ import re
 
 import pytest
 from conftest import assert_close
-from zero_shot_cases import CONFIG, ITEMS, published_mamba, random_model
+from decoder_cases import random_model
+from zero_shot_cases import CONFIG, ITEMS, published_mamba
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when lm_eval is imported
 pytest.importorskip("lm_eval", reason="pip install lowrank-attn[lm_eval]")

@@ -10,6 +10,12 @@ import optax
 SCHEDULES = ("cosine", "linear", "constant", "rsqrt")
 CLIPPINGS = ("norm", "value", "none")
 
+# Names of parameters without weight decay, up to a number at their end.
+NOT_DECAYED = (
+    "b", "gain", "lambda", "scale", "exponent", "conv_bias", "position", "cls", "A_log", "dt_bias",
+    "decay_bias",
+)  # fmt: skip
+
 
 def leaf_names(tree: Any) -> list[str]:
     """The path of every leaf of a tree, such as `encoder/0/kernel`, in the order of its leaves."""

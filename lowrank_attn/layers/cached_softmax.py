@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.layers.visibility import masked_softmax, precision_for
+from lowrank_attn.layers.visibility import grouped_scores, masked_softmax, precision_for
 
 
 class KeyValueCache(NamedTuple):
@@ -51,16 +51,6 @@ def cached_softmax(
     visible = jnp.concatenate([seen, jnp.tri(T, dtype=bool) & same], axis=-1)
     precision = precision_for(q, k, v)
 
-    def scores(k):
-        grouped = q.reshape(B, T, H, Hq // H, D)
-        return jnp.einsum(
-            "bthgd,bshd->bhgts",
-            grouped,
-            k,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
     def sums(weights, v):
         return jnp.einsum(
             "bhgts,bshp->bthgp",
@@ -70,7 +60,8 @@ def cached_softmax(
             preferred_element_type=jnp.float32,
         )
 
-    both = jnp.concatenate([scores(cache.k), scores(k)], axis=-1)
+    grouped = q.reshape(B, T, H, Hq // H, D)
+    both = jnp.concatenate([grouped_scores(grouped, x) for x in (cache.k, k)], axis=-1)
     weights = masked_softmax(both * D**-0.5, visible[:, None, None])
     y = sums(weights[..., :L], cache.v) + sums(weights[..., L:], v)
 

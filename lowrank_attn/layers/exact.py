@@ -14,24 +14,13 @@ import jax.numpy as jnp
 
 from lowrank_attn.features.unit_rows import unit_rows
 from lowrank_attn.layers.base import AttentionMethod, Params
-from lowrank_attn.layers.visibility import precision_for, visible_keys
+from lowrank_attn.layers.visibility import grouped_scores, precision_for, visible_keys
 from lowrank_attn.ops.normalize import apply_normalizer, needs_denominator
 
 
 def _init(key: jax.Array, D: int, H: int) -> tuple[Params, Params]:
     del key, D, H
     return {}, {}
-
-
-def _dot(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Products of q [B, T, H, G, D] and k [B, S, H, D]: [B, H, G, T, S], float32."""
-    return jnp.einsum(
-        "bthgd,bshd->bhgts",
-        q,
-        k,
-        precision=precision_for(q, k),
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _scored(
@@ -176,7 +165,7 @@ def poly(degree: int = 2, normalize: str = "rms", delta: float = 1e-6) -> Attent
     """
     if degree < 1:
         raise ValueError(f"degree={degree}, expected an integer >= 1, such as 2.")
-    return _scored(lambda q, k: _dot(q, k) ** degree, normalize, delta)
+    return _scored(lambda q, k: grouped_scores(q, k) ** degree, normalize, delta)
 
 
 def _check_epsilon(epsilon: float) -> None:
@@ -204,7 +193,7 @@ def yat(epsilon: float = 1e-3, normalize: str = "sum", delta: float = 1e-6) -> A
     _check_epsilon(epsilon)
 
     def score(q: jax.Array, k: jax.Array) -> jax.Array:
-        dot = _dot(q, k)
+        dot = grouped_scores(q, k)
         q_square = jnp.einsum("bthg->bhgt", jnp.sum(jnp.square(q.astype(jnp.float32)), axis=-1))
         k_square = jnp.einsum("bsh->bhs", jnp.sum(jnp.square(k.astype(jnp.float32)), axis=-1))
         distance = q_square[..., None] + k_square[:, :, None, None, :] - 2.0 * dot
@@ -236,7 +225,7 @@ def yat_spherical(
     _check_epsilon(epsilon)
 
     def score(q: jax.Array, k: jax.Array) -> jax.Array:
-        x = jnp.clip(_dot(unit_rows(q), unit_rows(k)), -1.0, 1.0)
+        x = jnp.clip(grouped_scores(unit_rows(q), unit_rows(k)), -1.0, 1.0)
         return jnp.square(x) / (2.0 + epsilon - 2.0 * x)
 
     return _scored(score, normalize, delta)

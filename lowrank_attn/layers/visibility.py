@@ -89,3 +89,14 @@ def precision_for(*arrays: jax.Array) -> jax.lax.Precision:
     """The precision of matrix products: the highest if all arrays are float32."""
     is_float32 = jnp.result_type(*arrays) == jnp.float32
     return jax.lax.Precision.HIGHEST if is_float32 else jax.lax.Precision.DEFAULT
+
+
+def grouped_scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Products of q [B, T, H, G, D] and k [B, S, H, D]: [B, H, G, T, S], float32."""
+    return jnp.einsum(
+        "bthgd,bshd->bhgts",
+        q,
+        k,
+        precision=precision_for(q, k),
+        preferred_element_type=jnp.float32,
+    )

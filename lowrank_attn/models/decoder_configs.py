@@ -73,6 +73,27 @@ def _based(width, num_heads, layers, window=128):
     )
 
 
+def _attention(width, num_heads, num_layers, mlp_width):
+    return DecoderConfig(
+        vocab_size=50257,
+        width=width,
+        layers=("softmax",) * num_layers,
+        mixers={"softmax": {"num_heads": num_heads, "rotary_fraction": 0.5}},
+        mlp_width=mlp_width,
+        vocab_multiple=16,
+    )
+
+
+def _mamba(vocab_size, width, num_layers):
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        width=width,
+        layers=("mamba",) * num_layers,
+        mixers={"mamba": {"expand": 2, "state_size": 16, "conv_size": 4}},
+        vocab_multiple=16,
+    )
+
+
 _tiny_based = based_layers(5, (1,), (2,))
 
 CONFIGS: dict[str, DecoderConfig] = {
@@ -80,35 +101,9 @@ CONFIGS: dict[str, DecoderConfig] = {
     "based-1b": _based(
         1792, 16, based_layers(36, (1, 6, 11, 16, 21, 27, 33), (2, 7, 12, 17, 22, 28, 34))
     ),
-    "attn-360m": DecoderConfig(
-        vocab_size=50257,
-        width=1024,
-        layers=("softmax",) * 24,
-        mixers={"softmax": {"num_heads": 16, "rotary_fraction": 0.5}},
-        mlp_width=2816,
-        vocab_multiple=16,
-    ),
-    "mamba-360m": DecoderConfig(
-        vocab_size=50277,
-        width=1024,
-        layers=("mamba",) * 46,
-        mixers={"mamba": {"expand": 2, "state_size": 16, "conv_size": 4}},
-        vocab_multiple=16,
-    ),
+    "attn-360m": _attention(1024, 16, 24, 2816),
+    "mamba-360m": _mamba(50277, 1024, 46),
     "based-tiny": dataclasses.replace(_based(128, 4, _tiny_based, window=32), mlp_width=256),
-    "attn-tiny": DecoderConfig(
-        vocab_size=50257,
-        width=128,
-        layers=("softmax",) * 3,
-        mixers={"softmax": {"num_heads": 4, "rotary_fraction": 0.5}},
-        mlp_width=512,
-        vocab_multiple=16,
-    ),
-    "mamba-tiny": DecoderConfig(
-        vocab_size=50257,
-        width=128,
-        layers=("mamba",) * 3,
-        mixers={"mamba": {"expand": 2, "state_size": 16, "conv_size": 4}},
-        vocab_multiple=16,
-    ),
+    "attn-tiny": _attention(128, 4, 3, 512),
+    "mamba-tiny": _mamba(50257, 128, 3),
 }
