@@ -97,7 +97,7 @@ def _read_folder(folder: Path) -> Iterator[File]:
 
 
 def _read_package(path: Path) -> Iterator[File]:
-    compression, archive = _data_member(path.read_bytes())
+    compression, archive = data_member(path.read_bytes())
     mode: Any = f"r:{compression}"
     with tarfile.open(fileobj=io.BytesIO(archive), mode=mode) as tar:
         for member in tar:
@@ -111,7 +111,7 @@ def _read_package(path: Path) -> Iterator[File]:
                 yield File(page["name"], _unpacked(member.name, file.read(), page["gz"]))
 
 
-def _data_member(package: bytes) -> tuple[str, bytes]:
+def data_member(package: bytes) -> tuple[str, bytes]:
     """The compression and the content of `data.tar.*` in a package, which is an `ar` archive.
 
     Headers have 60 bytes: the name in 16, the size as decimal digits in 10 from byte 48, and at the

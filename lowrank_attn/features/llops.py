@@ -211,7 +211,12 @@ def _embed(key, *, init, p, M, D, G):
 
 
 def _with_spare_columns(key, product, M, G):
-    """Append columns whose scores are zero and whose gradients are not, up to M."""
+    """Append columns whose scores are zero and whose gradients are not, up to M.
+
+    Queries and keys are not normalised where this begins from a trained model. So the new factors
+    are nearly constant, and the keys' are divided by their number: an optimiser's first steps then
+    change a score by no more than the step, where products of p raw projections would drown it.
+    """
     p, D, used = product.Theta.shape
     spare = M - used
     if spare < 0 or (spare and G == 1):
@@ -221,8 +226,9 @@ def _with_spare_columns(key, product, M, G):
             f"(None takes it) or {full}, or with tied=False any number from "
             f"{embeddings.based_size(D)} on. A smaller qk_dim needs fewer."
         )
-    Theta = D**-0.5 * jax.random.normal(key, (G, p, D, spare))
+    Theta = 0.1 * D**-0.5 * jax.random.normal(key, (G, p, D, spare))
     b = jnp.ones((G, p, spare))
-    Theta, b = (leaf.at[0, 0].set(0.0) for leaf in (Theta, b))  # the queries' first factor
+    if spare:  # the first factor of queries and of keys
+        Theta, b = (leaf.at[0, 0].set(0.0).at[1, 0].divide(spare) for leaf in (Theta, b))
     old = (jnp.broadcast_to(leaf, (G, *leaf.shape)) for leaf in product)
     return tuple(jnp.concatenate(both, axis=-1) for both in zip(old, (Theta, b)))
