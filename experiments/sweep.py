@@ -8,8 +8,6 @@ of jax and this device have measured, also those that ran out of memory, and goe
 import csv
 import dataclasses
 import functools
-import hashlib
-import io
 import pathlib
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-import lowrank_attn
-from experiments import bench_timing, sweep_report
+from experiments import bench_timing, sweep_kernels, sweep_report
 from experiments.common.flags import setting
-from experiments.common.record import write_text
+from experiments.common.record import code_version, write_csv
 from experiments.sweep_kernels import (
     DIRECTIONS,
     KERNELS,
@@ -131,7 +128,7 @@ def run(config: Settings, name: str, about: str, published: sweep_report.Publish
                 | {"M": num_features(point) or ""}
                 | measure(point, ready.pop(0), config)
             )
-            write(path, list(lines.values()))
+            write_csv(path, COLUMNS, lines.values())
             print(" ".join(f"{k}={v}" for k, v in lines[point].items() if v != ""), flush=True)
         _report(points, lines, version, path, about, published)
     if not todo:
@@ -157,17 +154,10 @@ def _report(points, lines, version, path, about, published):
 
 def versions() -> dict[str, str]:
     """What makes rows comparable: the device, jax, and a hash of the code that is measured."""
-    library = pathlib.Path(lowrank_attn.__file__).parent
-    here = pathlib.Path(__file__)
-    timing = [here.with_name(name) for name in ("sweep_kernels.py", "bench_timing.py")]
-    files = [*library.rglob("*.py"), here, *timing]
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.read_bytes())
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "code": digest.hexdigest()[:12],
+        "code": code_version(__file__, sweep_kernels.__file__, bench_timing.__file__),
     }
 
 
@@ -179,15 +169,6 @@ def read(path: pathlib.Path) -> dict[Point, dict[str, Any]]:
         rows = list(csv.DictReader(file))
     kinds = Point.__annotations__
     return {Point(**{n: kinds[n](row[n]) for n in Point._fields}): row for row in rows}
-
-
-def write(path: pathlib.Path, lines: list[dict[str, Any]]) -> None:
-    """Write the table in one piece."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    write_text(path, text.getvalue())
 
 
 def compile_point(point: Point) -> tuple[bench_timing.Ready, str] | Exception:
