@@ -103,7 +103,7 @@ def model(kernel: str, num_features: int, num_labels: int, width: int, heads: in
             scores = phi(params, q, True) @ phi(params, w, False).T
         return jnp.log(jnp.maximum(scores, LEAST_SCORE))
 
-    return Model(init, logits, None if feature_map is None else heads * feature_map.dim(D))
+    return Model(jax.jit(init), logits, None if feature_map is None else heads * feature_map.dim(D))
 
 
 class Batch(NamedTuple):
@@ -159,26 +159,9 @@ def train(
     Returns:
         The five best labels of every test example, and the mean loss of the last epoch.
     """
-    optimizer = adamw(learning_rate)
-    dense = functools.partial(_dense, batch_size)
-
-    def loss(trained, constant, batch):
-        bags = dense(batch.feature_rows, batch.features, batch.feature_weights, data.num_features)
-        targets = dense(batch.label_rows, batch.labels, batch.label_weights, data.num_labels)
-        logits = it.logits(trained, constant, bags)
-        return jnp.mean(optax.softmax_cross_entropy(logits, targets))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(trained, state, constant, batch):
-        value, gradient = jax.value_and_grad(loss)(trained, constant, batch)
-        updates, state = optimizer.update(gradient, state, trained)
-        return optax.apply_updates(trained, updates), state, value
-
-    @jax.jit
-    def best(trained, constant, batch):
-        bags = dense(batch.feature_rows, batch.features, batch.feature_weights, data.num_features)
-        return jax.lax.top_k(it.logits(trained, constant, bags), max(KS))[1]
-
+    optimizer, step, best = _programs(
+        it, data.num_features, data.num_labels, batch_size, learning_rate
+    )
     trained, constant = it.init(key)
     state = optimizer.init(trained)
     rng = np.random.default_rng(seed)
@@ -192,5 +175,33 @@ def train(
     return top[: len(test)], float(np.mean(losses))
 
 
-def _dense(rows, row, column, weight, columns):
-    return jnp.zeros((rows, columns)).at[row, column].add(weight)
+@functools.cache
+def _programs(it, num_features, num_labels, batch_size, learning_rate):
+    """The optimizer, a step, and the best labels of a batch, compiled once for all seeds."""
+    optimizer = adamw(learning_rate)
+
+    def logits(trained, constant, batch):
+        rows = batch.feature_rows, batch.features, batch.feature_weights
+        return it.logits(trained, constant, _dense(batch_size, num_features, *rows))
+
+    def loss(trained, constant, batch):
+        rows = batch.label_rows, batch.labels, batch.label_weights
+        targets = _dense(batch_size, num_labels, *rows)
+        found = logits(trained, constant, batch)
+        return jnp.mean(optax.softmax_cross_entropy(found, targets))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(trained, state, constant, batch):
+        value, gradient = jax.value_and_grad(loss)(trained, constant, batch)
+        updates, state = optimizer.update(gradient, state, trained)
+        return optax.apply_updates(trained, updates), state, value
+
+    @jax.jit
+    def best(trained, constant, batch):
+        return jax.lax.top_k(logits(trained, constant, batch), max(KS))[1]
+
+    return optimizer, step, best
+
+
+def _dense(num_rows, num_columns, rows, columns, weights):
+    return jnp.zeros((num_rows, num_columns)).at[rows, columns].add(weights)
