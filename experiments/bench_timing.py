@@ -45,19 +45,24 @@ def ready(case: Case, implementation: str) -> Ready:
         NotImplementedError: if the implementation cannot do the case.
     """
     shapes = jax.eval_shape(functools.partial(arrays, case), jax.random.key(0))
+    return compiled(program(case, implementation).lower(**shapes), _options(case))
+
+
+def compiled(lowered: jax.stages.Lowered, options: dict | None = None) -> Ready:
+    """Compile a program of named arrays, with options of the compiler."""
     began = time.perf_counter()
-    compiled = _compile(case, program(case, implementation).lower(**shapes))
+    it = lowered.compile(options)
     compile_s = time.perf_counter() - began
-    memory = compiled.memory_analysis()
+    memory = it.memory_analysis()
     sizes = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     peak = sum(getattr(memory, size, float("nan")) for size in sizes) / 2**20
-    return in_jax(lambda x: compiled(**x), compile_s, peak)
+    return in_jax(lambda x: it(**x), compile_s, peak)
 
 
-def _compile(case, lowered):
-    """Compile; on GPUs without the search for the fastest products at the small shape."""
+def _options(case):
+    """On GPUs without the search for the fastest products at the small shape."""
     quick = case == case.small() and jax.default_backend() == "gpu"
-    return lowered.compile({"xla_gpu_autotune_level": 0} if quick else None)
+    return {"xla_gpu_autotune_level": 0} if quick else None
 
 
 def in_jax(call: Callable, compile_s: float = float("nan"), peak: float = float("nan")) -> Ready:
@@ -90,7 +95,7 @@ def reference(small: Case) -> list[np.ndarray]:
     """Outputs and gradients for the inputs of `error`, token by token in float32."""
     inputs = jax.tree.map(lambda x: x.astype(jnp.float32), arrays(small, jax.random.key(3)))
     with jax.default_matmul_precision("float32"):
-        out = _compile(small, program(small, "reference").lower(**inputs))(**inputs)
+        out = program(small, "reference").lower(**inputs).compile(_options(small))(**inputs)
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(out)]
 
 
@@ -103,17 +108,18 @@ def _relative(found, expected):
 def milliseconds(it: Ready, sets: list, repeats: int) -> tuple[float, float]:
     """Median and spread of the wall time of one call, over repeats of several calls."""
     it.wait([it.call(x) for x in sets[:2]])
-    began = time.perf_counter()
-    it.wait(it.call(sets[0]))
-    calls = int(np.clip(SECONDS / (time.perf_counter() - began), 1, 1000))
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for i in range(calls):
-            out = it.call(sets[i % len(sets)])
-        it.wait(out)
-        times.append((time.perf_counter() - began) / calls * 1e3)
+    calls = int(np.clip(SECONDS / elapsed(it, sets, 1), 1, 1000))
+    times = [elapsed(it, sets, calls) / calls * 1e3 for _ in range(repeats)]
     return float(np.median(times)), max(times) - min(times)
+
+
+def elapsed(it: Ready, sets: list, calls: int) -> float:
+    """Seconds of several calls after each other, with the sets of inputs in turn."""
+    began = time.perf_counter()
+    for i in range(calls):
+        out = it.call(sets[i % len(sets)])
+    it.wait(out)
+    return time.perf_counter() - began
 
 
 def kernel_milliseconds(it: Ready, inputs, calls: int = 5) -> float | None:

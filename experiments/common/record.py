@@ -1,7 +1,10 @@
 """The record of a finished run: what was run, on what, and what came out."""
 
+import csv
 import datetime
+import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
@@ -9,11 +12,12 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+import lowrank_attn
 from experiments.common import flags
 from experiments.common.plot import read_rows
 
@@ -34,6 +38,26 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Write JSON so that the file is either absent, as it was, or complete."""
     write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def write_csv(
+    path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write a table as `write_text` does; what a row lacks stays empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def code_version(*files: str | os.PathLike[str]) -> str:
+    """12 hexadecimal digits that change with the library and with these files."""
+    library = pathlib.Path(lowrank_attn.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted([*library.rglob("*.py"), *map(pathlib.Path, files)]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
