@@ -10,6 +10,7 @@ model is needed for: the best that a causal model can expect, and what the most 
 each position reaches.
 """
 
+import concurrent.futures
 import csv
 import dataclasses
 import io
@@ -47,7 +48,7 @@ KERNELS: dict[str, dict[str, Any]] = {
 LENGTHS = (64, 256)  # that sequences are padded to
 COLUMNS = (
     "task", "category", "kernel", "features", "seed", "accuracy", "loss", "ceiling", "majority",
-    "seconds", "settings",
+    "settings",
 )  # fmt: skip
 QUICK = {
     "tasks": "reverse,kv_recall,multihop,pattern,counting,majority,compression",
@@ -68,6 +69,7 @@ class Config:
     kernels: str = setting(",".join(KERNELS), "names", changes_result=False)
     seeds: int = setting(3, "models of a task and kernel", changes_result=False)
     models: int = setting(66, "at most so many are trained at once", changes_result=False)
+    jobs: int = setting(2, "groups at once: one compiles while another runs", changes_result=False)
     quick: bool = setting(False, "a few steps of a few tasks, for a CPU")
     steps: int = setting(200, "of training; 5,000 for repaired tasks, if not given")
     batch_size: int = setting(32, "sequences")
@@ -87,7 +89,7 @@ class Config:
                     f"{name}={getattr(self, name)!r}: {', '.join(unknown) or 'nothing'} is "
                     f"unknown; known: {', '.join(known)}."
                 )
-        for name in ("seeds", "models", "steps", "batch_size"):
+        for name in ("seeds", "models", "jobs", "steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected at least 1.")
         if self.eval_rows < 1 or self.eval_rows % self.batch_size:
@@ -150,42 +152,51 @@ def missing(config: Config, kernel: str, length: int, rows: list[dict[str, Any]]
     ]
 
 
+def train(config: Config, kernel: str, length: int, cells: list[Cell]) -> list[dict[str, Any]]:
+    """Train a group of models; the rows that they add."""
+    start = time.perf_counter()
+    results = run_cells(
+        cells,
+        length,
+        kernel,
+        KERNELS[kernel],
+        steps=config.steps,
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        eval_rows=config.eval_rows,
+    )
+    seconds = time.perf_counter() - start
+    print(f"{kernel}: {len(cells)} models of {length} tokens, {seconds:.1f} s", file=sys.stderr)
+    rows = []
+    for cell, result in zip(cells, results):
+        ceiling, majority = baselines(cell.task)
+        rows.append(
+            {"task": cell.name, "category": cell.task.category, "kernel": kernel}
+            | {"features": num_features(kernel), "seed": cell.seed}
+            | {"accuracy": result.accuracy, "loss": result.loss}
+            | {"ceiling": ceiling, "majority": majority, "settings": flags.config_hash(config)}
+        )
+    return rows
+
+
 def run(config: Config) -> None:
-    """Train what is missing, and write the table after each group of models."""
+    """Train what is missing, and write rows after each group of models, then the table."""
     out = pathlib.Path(f"{config.out}_{config.variant}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    settings = flags.config_hash(config)
-    rows = read_rows(out.with_suffix(".csv"), settings)
-    for kernel, length in itertools.product(names(config.kernels), LENGTHS):
-        cells = missing(config, kernel, length, rows)
-        for begin in range(0, len(cells), config.models):
-            group = cells[begin : begin + config.models]
-            start = time.perf_counter()
-            results = run_cells(
-                group,
-                length,
-                kernel,
-                KERNELS[kernel],
-                steps=config.steps,
-                batch_size=config.batch_size,
-                learning_rate=config.learning_rate,
-                eval_rows=config.eval_rows,
-            )
-            seconds = time.perf_counter() - start
-            for cell, result in zip(group, results):
-                ceiling, majority = baselines(cell.task)
-                rows.append(
-                    {"task": cell.name, "category": cell.task.category, "kernel": kernel}
-                    | {"features": num_features(kernel), "seed": cell.seed}
-                    | {"accuracy": result.accuracy, "loss": result.loss}
-                    | {"ceiling": ceiling, "majority": majority}
-                    | {"seconds": round(seconds / len(group), 3), "settings": settings}
-                )
+    rows = read_rows(out.with_suffix(".csv"), flags.config_hash(config))
+    groups = [
+        (kernel, length, cells[begin : begin + config.models])
+        for kernel, length in itertools.product(names(config.kernels), LENGTHS)
+        if (cells := missing(config, kernel, length, rows))
+        for begin in range(0, len(cells), config.models)
+    ]
+    order = {name: i for i, name in enumerate((*VARIANTS[config.variant], *KERNELS))}
+    with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool:
+        waiting = [pool.submit(train, config, *group) for group in groups]
+        for ended in concurrent.futures.as_completed(waiting):
+            rows += ended.result()
+            rows.sort(key=lambda row: (order[row["task"]], order[row["kernel"]], int(row["seed"])))
             write_rows(out.with_suffix(".csv"), rows)
-            print(
-                f"{kernel}: {len(group)} models of {length} tokens in {seconds:.1f} s",
-                file=sys.stderr,
-            )
     write_text(out.with_suffix(".md"), table(rows, config.variant, config.steps))
     plot(rows, out.with_suffix(".png"))
 

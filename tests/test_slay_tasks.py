@@ -228,7 +228,7 @@ def test_the_command_trains_what_is_missing(tmp_path, monkeypatch, capsys):
         return [Result(0.5 + 0.1 * (cell.seed - 42), 1.0) for cell in cells]
 
     monkeypatch.setattr(slay_tasks, "run_cells", train)
-    out, common = tmp_path / "folder" / "t", ["x", "--kernels=slay,softmax"]
+    out, common = tmp_path / "folder" / "t", ["x", "--kernels=slay,softmax", "--jobs=1"]
     slay_tasks.main([*common, f"--out={out}", "--tasks=reverse,bigram,long_copy", "--seeds=2"])
     assert calls[0] == (
         "slay",
