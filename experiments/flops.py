@@ -37,7 +37,8 @@ def training_flops(config: DecoderConfig, length: int) -> float:
 
         softmax           2 E (T + 1)          scores and values of (T + 1) / 2 tokens on average
         sliding_window    4 E min(W + 1, T)
-        linear            4 H M P              what enters the state, and what is read from it
+        linear            4 H M P              what enters the state, and what is read from it;
+                                               H (D + P) (T + 1) for a kernel without features
         mamba             7 I N                decay, input, sum and output of the state
 
     Operations that are repeated to save memory, elementwise ones and the states inside of chunks
@@ -57,10 +58,11 @@ def _mixer_flops(mixer, E: int, T: int) -> int:
     if isinstance(mixer, SoftmaxAttention):
         return 2 * E * (T + 1) if mixer.window is None else 4 * E * min(mixer.window + 1, T)
     if isinstance(mixer, LinearMixer):
-        features = mixer.attend.kernel
-        assert isinstance(features, FeatureMap)
-        H, D = mixer.key.out_features
-        return 4 * H * features.dim(D) * mixer.value.out_features[1]
+        kernel, (H, D) = mixer.attend.kernel, mixer.key.out_features
+        P = mixer.value.out_features[1]
+        return (
+            4 * H * kernel.dim(D) * P if isinstance(kernel, FeatureMap) else H * (D + P) * (T + 1)
+        )
     if isinstance(mixer, Mamba):
         return 7 * mixer.scan["A_log"].size
     return 0

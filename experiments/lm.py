@@ -34,7 +34,7 @@ from experiments.common.tokenizer import Tokenizer, load_tokenizer
 from experiments.common.train import train
 from experiments.flops import peak_flops, training_flops
 from experiments.lm_objective import next_token
-from experiments.lm_settings import Config, choose_recipe
+from experiments.lm_settings import EXACT, Config, choose_recipe
 from experiments.text_data.documents import BadText
 from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TokenText, load_text
@@ -80,6 +80,12 @@ def make_start(config: Config, tokenizer: Tokenizer) -> Start:
             if "linear" not in decoder.layers:
                 raise ValueError(f"kernel={config.kernel!r}: {config.model} has no linear layers.")
             decoder = decoder.replace_mixer("linear", kernel=config.kernel, options=options)
+        linear = decoder.mixers["linear"] if "linear" in decoder.layers else {}
+        if config.samples and linear.get("kernel") in EXACT:
+            raise ValueError(
+                f"samples=True with kernel={linear['kernel']!r} in linear layers, which keep no "
+                "state to write text from; give --samples=false."
+            )
         return Start(decoder, None, None)
     arrays: Arrays
     decoder, arrays, source = load_decoder(config.checkpoint)
@@ -187,6 +193,8 @@ def run(config: Config) -> dict[str, Any]:
 
     def after_eval(params, step):
         path = run_dir / "samples" / f"{step}.txt"
+        if not config.samples:
+            return
         sample = write_samples(model.module(params), text, tokenizer, path)
         tqdm.write(f"step {step}:\n{sample}\n", file=sys.stderr)
 

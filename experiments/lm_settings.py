@@ -50,6 +50,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Kernels without features, whose layers keep no state to write text from.
+EXACT = ("softmax", "yat_spherical")
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(LoopSettings, TextSettings):
@@ -59,10 +62,14 @@ class Config(LoopSettings, TextSettings):
     checkpoint: str | None = setting(None, "folder of a model to go on from; --model is ignored")
     kernel: str | None = setting(
         None, "of linear layers; llops in a checkpoint begins as BASED's; default: the model's",
-        choices=tuple(FEATURE_MAPS),
+        choices=(*FEATURE_MAPS, *EXACT),
     )  # fmt: skip
     kernel_options: str = setting("", "of that kernel, such as num_factors=4,num_features=256")
     recipe: str = setting("auto", "settings to start from", choices=("auto", *RECIPES))
+    samples: bool = setting(
+        True, "write text after every evaluation; not with exact kernels in linear layers",
+        changes_result=False,
+    )  # fmt: skip
     run_dir: str | None = setting(
         None, "folder of this run; default: under runs/, named by the settings",
         changes_result=False,

@@ -190,6 +190,8 @@ def test_begin_like_the_published_models():
         ("attn-360m", 359_810_048),
         # 46 (6 d^2 + 2 d (4 + 1 + 96 + 64 + 1 + 16 + 1) + d) + 50288 d + d
         ("mamba-360m", 358_190_080),
+        # 12 (4 d^2 + 3 d 2048 + 2 d) + 50304 d + d with d = 768
+        ("gpt2-small", 123_587_328),
     ],
 )
 def test_published_sizes(name, size):

@@ -94,6 +94,22 @@ def _mamba(vocab_size, width, num_layers):
     )
 
 
+def _gpt2(width, num_heads, num_layers):
+    """Attention in every layer, in heads as GPT-2's, with an MLP of its number of parameters.
+
+    GPT-2 has learned positions, LayerNorm and a GELU; here are rotary positions, RMSNorm and a
+    gated MLP of 8/3 of the width in place of 4.
+    """
+    return DecoderConfig(
+        vocab_size=50257,
+        width=width,
+        layers=("linear",) * num_layers,
+        mixers={"linear": {"num_heads": num_heads, "kernel": "softmax", "use_rotary": True}},
+        mlp_width=8 * width // 3,
+        vocab_multiple=64,
+    )
+
+
 _tiny_based = based_layers(5, (1,), (2,))
 
 CONFIGS: dict[str, DecoderConfig] = {
@@ -105,7 +121,9 @@ CONFIGS: dict[str, DecoderConfig] = {
     "mamba-360m": _mamba(50277, 1024, 46),
     "based-60m": _based(512, 8, based_layers(10, (1, 6), (2, 7))),
     "attn-60m": _attention(512, 8, 10, 1408),
+    "gpt2-small": _gpt2(768, 12, 12),
     "based-tiny": dataclasses.replace(_based(128, 4, _tiny_based, window=32), mlp_width=256),
     "attn-tiny": _attention(128, 4, 3, 512),
+    "gpt2-tiny": _gpt2(48, 2, 2),
     "mamba-tiny": _mamba(50257, 128, 3),
 }
