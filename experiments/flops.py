@@ -33,11 +33,12 @@ def training_flops(config: DecoderConfig, length: int) -> float:
     """Operations per token of one training step, three times those of the forward pass.
 
     Forward: 2 for each parameter, which is one multiplication and one addition (the embedding
-    counts once, as the head), and in addition per layer, with T = length,
+    counts if it is the head too), and in addition per layer, with T = length,
 
         softmax           2 E (T + 1)          scores and values of (T + 1) / 2 tokens on average
         sliding_window    4 E min(W + 1, T)
-        linear            4 H M P              what enters the state, and what is read from it
+        linear            2 (H + Hq) M P       what enters the state, and what is read from it;
+                          Hq (D + P) (T + 1)   with the kernel `softmax`
         mamba             7 I N                decay, input, sum and output of the state
 
     Operations that are repeated to save memory, elementwise ones and the states inside of chunks
@@ -49,6 +50,8 @@ def training_flops(config: DecoderConfig, length: int) -> float:
     """
     model: Decoder = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(params=0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if model.head is not None:
+        parameters -= model.embedding.embedding.size
     mixers = sum(_mixer_flops(block.mixer, config.width, length) for block in model.blocks)
     return 3.0 * (2 * parameters + mixers)
 
@@ -58,9 +61,11 @@ def _mixer_flops(mixer, E: int, T: int) -> int:
         return 2 * E * (T + 1) if mixer.window is None else 4 * E * min(mixer.window + 1, T)
     if isinstance(mixer, LinearMixer):
         features = mixer.attend.kernel
+        (Hq, D), (H, P) = mixer.query.out_features, mixer.value.out_features
+        if mixer.has_cache:
+            return Hq * (D + P) * (T + 1)
         assert isinstance(features, FeatureMap)
-        H, D = mixer.key.out_features
-        return 4 * H * features.dim(D) * mixer.value.out_features[1]
+        return 2 * (H + Hq) * features.dim(D) * P
     if isinstance(mixer, Mamba):
         return 7 * mixer.scan["A_log"].size
     return 0
