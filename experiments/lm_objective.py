@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments.objectives import Objective
-from lowrank_attn.models.decoder import Decoder, tied_logits
+from lowrank_attn.models.decoder import Decoder, table_logits
 
 _HEAD_TOKENS = 4096  # whose logits are in memory at once
 
@@ -101,10 +101,10 @@ def _total(
 
     def part_total(table, x, other):
         targets, weight = other
-        losses = optax.softmax_cross_entropy_with_integer_labels(tied_logits(x, table), targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(table_logits(x, table), targets)
         return jnp.sum(losses * weight)
 
     targets = in_parts(batch["targets"].astype(jnp.int32))
     weights = in_parts(jnp.broadcast_to(weight[:, None], (B, T)))
-    table = model.embedding.embedding[...]
+    table = model.head_table()
     return sum_of_parts(part_total, table, in_parts(x), (targets, weights))
