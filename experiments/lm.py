@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
-from experiments.common.evaluate import data_mesh, evaluate, replicated
+from experiments.common.evaluate import evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
+from experiments.common.placement import check_divides, make_mesh, on_mesh, on_one_device
 from experiments.common.plot import plot_run
 from experiments.common.record import timing, write_result
 from experiments.common.tokenizer import Tokenizer, load_tokenizer
@@ -38,6 +39,7 @@ from experiments.lm_settings import Config, choose_recipe
 from experiments.text_data.documents import BadText
 from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TokenText, load_text
+from lowrank_attn import parallel
 from lowrank_attn.convert import with_llops
 from lowrank_attn.models.decoder_configs import CONFIGS, DecoderConfig
 from lowrank_attn.models.folder import Arrays, arrays_of, build, load_decoder, save_decoder
@@ -139,6 +141,41 @@ def make_phase(
     return phase, model
 
 
+def check_mesh(config: Config, decoder: DecoderConfig) -> None:
+    """Refuse a mesh that does not divide what it cuts.
+
+    Raises:
+        ValueError: naming `--mesh` and what it does not divide, or layers that need whole
+            sequences.
+    """
+    mesh = make_mesh(config.mesh)
+    rows = ("data", "fsdp")
+    heads = {
+        f"num_heads of {name} layers": (decoder.mixers[name]["num_heads"], ("tensor",))
+        for name in dict.fromkeys(decoder.layers)
+        if "num_heads" in decoder.mixers.get(name, {})
+    }
+    check_divides(
+        config.mesh,
+        mesh,
+        {
+            "batch_size": (config.batch_size, rows),
+            "batch_size / accumulate": (config.batch_size // config.accumulate, rows),
+            "length": (config.length, ("context",)),
+            "width": (decoder.width, ("fsdp",)),
+            "mlp_width": (decoder.mlp_width, ("tensor",)),
+            **heads,
+        },
+    )
+    whole = {"softmax", "mamba"} & set(decoder.layers)
+    if mesh.shape["context"] > 1 and whole:
+        raise ValueError(
+            f"mesh={config.mesh!r} cuts sequences, and {' and '.join(sorted(whole))} layers read "
+            "them whole: set context=1 and cut the batch (data, fsdp) or the heads (tensor), or "
+            "take a model of linear, sliding_window and short_conv layers, such as based-tiny."
+        )
+
+
 def write_samples(model, text: TokenText, tokenizer: Tokenizer, path: pathlib.Path) -> str:
     """Let a model go on from the beginnings of two validation documents; the text is returned."""
     tokens = next(shard for shard in text.splits["validation"] if len(shard))[: 2**20]
@@ -165,9 +202,16 @@ def write_samples(model, text: TokenText, tokenizer: Tokenizer, path: pathlib.Pa
 
 def validate(config: Config, phase: Phase, params: Any) -> dict[str, float]:
     """The metrics of parameters that have not been trained here yet."""
-    params = jax.device_put(params, replicated(data_mesh()))
-    key = jax.random.key(0)
-    found = evaluate(jax.jit(phase.eval_fn), params, phase.eval_source, config.batch_size, key)
+    mesh = make_mesh(config.mesh)
+    params = jax.device_put(params, parallel.shardings(params, mesh))
+    found = evaluate(
+        jax.jit(on_mesh(phase.eval_fn, mesh)),
+        params,
+        phase.eval_source,
+        config.batch_size,
+        jax.random.key(0),
+        mesh=mesh,
+    )
     assert found is not None
     return found
 
@@ -180,6 +224,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     tokenizer = load_tokenizer(config.tokenizer)
     start = make_start(config, tokenizer)
+    check_mesh(config, start.decoder)
     text = load_text(config, tokenizer)
     what = pathlib.Path(config.checkpoint).name if config.checkpoint else config.model
     name = f"lm-{what}-{config.kernel or 'own'}-{flags.config_hash(config)}-{text.fingerprint[:6]}"
@@ -187,7 +232,7 @@ def run(config: Config) -> dict[str, Any]:
 
     def after_eval(params, step):
         path = run_dir / "samples" / f"{step}.txt"
-        sample = write_samples(model.module(params), text, tokenizer, path)
+        sample = write_samples(model.module(on_one_device(params)), text, tokenizer, path)
         tqdm.write(f"step {step}:\n{sample}\n", file=sys.stderr)
 
     phase, model = make_phase(config, start, text, after_eval)

@@ -6,9 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from experiments.objectives import Objective
 from lowrank_attn.models.decoder import Decoder, table_logits
+from lowrank_attn.ops.manual_axes import vary, varying_axes
+from lowrank_attn.parallel.mesh import AXES, active_mesh, cut_table, row_axes
 
 _HEAD_TOKENS = 4096  # whose logits are in memory at once
 
@@ -63,11 +66,14 @@ def sum_of_parts(
         floats: a tree of arrays [number of parts, ...], differentiated.
         integers: such a tree that is not.
     """
+    axes = varying_axes((params, floats, integers))
 
     @jax.custom_vjp
     def total(params, floats, integers):
         return jax.lax.scan(
-            lambda sum_, part: (sum_ + f(params, *part), None), 0.0, (floats, integers)
+            lambda sum_, part: (sum_ + f(params, *part), None),
+            vary(jnp.zeros(()), axes),
+            (floats, integers),
         )[0]
 
     def forward(params, floats, integers):
@@ -75,7 +81,7 @@ def sum_of_parts(
             value, (dparams, dpart) = jax.value_and_grad(f, argnums=(0, 1))(params, *part)
             return jax.tree.map(jnp.add, sums, (value, dparams)), dpart
 
-        start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        start = vary((jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), axes)
         (value, dparams), dfloats = jax.lax.scan(step, start, (floats, integers))
         return value, (dparams, dfloats)
 
@@ -93,7 +99,34 @@ def _total(
     """The sum over tokens of their cross entropies, each times the weight of its row."""
     tokens = batch["tokens"].astype(jnp.int32)
     x, _ = model.hidden(tokens, segment_ids=jnp.cumsum(tokens == eot, axis=1))
-    B, T = tokens.shape
+    targets = batch["targets"].astype(jnp.int32)
+    weights = jnp.broadcast_to(weight[:, None], tokens.shape)
+    table = cut_table(model.head_table())
+    mesh = active_mesh()
+    if mesh is None:
+        return _head_total(table, x, targets, weights)
+    # every device has the sum of its tokens' losses, and their gradient is summed up once
+    rows = row_axes(mesh, len(tokens))
+    axes = (*rows, *(("context",) if tokens.shape[1] % mesh.shape["context"] == 0 else ()))
+    spec = PartitionSpec(rows, "context" if "context" in axes else None)
+
+    def on_each(table, *tokens):
+        return jax.lax.psum(_head_total(vary(table, frozenset(axes)), *tokens), axes)
+
+    manual = set(AXES) if mesh.shape["tensor"] == 1 else set(axes)
+    return jax.shard_map(
+        on_each,
+        in_specs=(PartitionSpec(), spec, spec, spec),
+        out_specs=PartitionSpec(),
+        axis_names=manual,
+    )(table, x, targets, weights)
+
+
+def _head_total(
+    table: jax.Array, x: jax.Array, targets: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The sum of weighted losses of tokens x [B, T, E], with the logits of a part at a time."""
+    B, T = targets.shape
     size = max(n for n in range(1, T + 1) if T % n == 0 and (n == 1 or n * B <= _HEAD_TOKENS))
 
     def in_parts(x):  # [B, T, ...] -> [T / size, B, size, ...]
@@ -104,7 +137,4 @@ def _total(
         losses = optax.softmax_cross_entropy_with_integer_labels(table_logits(x, table), targets)
         return jnp.sum(losses * weight)
 
-    targets = in_parts(batch["targets"].astype(jnp.int32))
-    weights = in_parts(jnp.broadcast_to(weight[:, None], (B, T)))
-    table = model.head_table()
-    return sum_of_parts(part_total, table, in_parts(x), (targets, weights))
+    return sum_of_parts(part_total, table, in_parts(x), (in_parts(targets), in_parts(weights)))

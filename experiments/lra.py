@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from experiments import objectives, presets, tasks
 from experiments.common import flags, optimizer
@@ -20,6 +21,7 @@ from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import at_chance, evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
+from experiments.common.placement import check_divides, make_mesh, on_mesh
 from experiments.common.plot import plot_run
 from experiments.common.record import timing, write_result
 from experiments.common.train import train
@@ -143,12 +145,34 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
     return [pretraining, training], classification
 
 
+def check_mesh(config: Config) -> Mesh:
+    """The mesh of `--mesh`.
+
+    Raises:
+        ValueError: naming the flag, if it does not divide what it cuts, or cuts sequences.
+    """
+    mesh = make_mesh(config.mesh)
+    sizes = {
+        "batch_size": (config.batch_size, ("data", "fsdp")),
+        "width": (config.width, ("fsdp",)),
+        "num_heads": (config.num_heads, ("tensor",)),
+        "mlp_width": (config.mlp_width, ("tensor",)),
+    }
+    check_divides(config.mesh, mesh, sizes)
+    if mesh.shape["context"] > 1:
+        raise ValueError(
+            f"mesh={config.mesh!r} cuts sequences, which encoders read whole: set context=1."
+        )
+    return mesh
+
+
 def run(config: Config) -> dict[str, Any]:
     """Load the data, train, test, and leave everything in the run's folder.
 
     Returns:
         The summary that `main` prints.
     """
+    mesh = check_mesh(config)
     options = flags.parse_options("task_options", config.task_options)
     task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
@@ -157,11 +181,12 @@ def run(config: Config) -> dict[str, Any]:
     described = flags.to_dict(config, changes_result=True) | {"data": task.fingerprint}
     outcome = train(phases, config, run_dir, described, task.vocabulary)
     tested = evaluate(
-        jax.jit(classification.evaluate),
+        jax.jit(on_mesh(classification.evaluate, mesh)),
         outcome.params,
         task.splits["test"],
         config.batch_size,
         jax.random.key(0),
+        mesh=mesh,
     )
     assert tested is not None
     plot_run(run_dir)

@@ -178,7 +178,9 @@ def error_of_window(window: int, shards: int) -> float:
         return kernel({}, q, k, v, causal=True, mask=mask, segment_ids=segment_ids), None
 
     one = functools.partial(attend, layers.ATTENTION["sliding_window"](window=window))
-    cut = over_devices(functools.partial(attend, parallel.sliding_window(window)), shards)
+    cut = over_devices(
+        functools.partial(attend, layers.ATTENTION["sliding_window"](window, "context")), shards
+    )
     return largest_error(*(
         outputs_and_gradients(functools.partial(f, segment_ids=segment_ids), x) for f in (cut, one)
     ))  # fmt: skip
@@ -226,7 +228,7 @@ def communication(f, length: int, gates: tuple[str, ...] = ()) -> dict[str, int]
 
 
 def window_of_12(q, k, v, gates):
-    return parallel.sliding_window(12)({}, q, k, v, causal=True), None
+    return layers.ATTENTION["sliding_window"](12, "context")({}, q, k, v, causal=True), None
 
 
 def all_communication() -> dict[str, list[dict[str, int]]]:

@@ -10,8 +10,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 ALLOWED = {
     "lowrank_attn.features": {"lowrank_attn.features"},
     "lowrank_attn.ops": {"lowrank_attn.ops"},
-    "lowrank_attn.layers": {"lowrank_attn.layers", "lowrank_attn.features", "lowrank_attn.ops"},
-    "lowrank_attn.parallel": {"lowrank_attn.parallel", "lowrank_attn.layers", "lowrank_attn.ops"},
+    "lowrank_attn.parallel": {"lowrank_attn.parallel", "lowrank_attn.ops"},
+    "lowrank_attn.layers": {
+        "lowrank_attn.layers",
+        "lowrank_attn.features",
+        "lowrank_attn.ops",
+        "lowrank_attn.parallel",
+    },
     "lowrank_attn.theory": {"lowrank_attn.theory", "lowrank_attn.features"},
     "lowrank_attn.convert": {
         "lowrank_attn.convert",
@@ -24,6 +29,7 @@ ALLOWED = {
         "lowrank_attn.layers",
         "lowrank_attn.features",
         "lowrank_attn.ops",
+        "lowrank_attn.parallel",
     },
 }
 

@@ -13,7 +13,7 @@ from conftest import FLOAT32_TOLERANCE, normal
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, PartitionSpec
 
-from lowrank_attn import ops, parallel
+from lowrank_attn import layers, ops, parallel
 from lowrank_attn.features import FEATURE_MAPS
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -157,7 +157,7 @@ def test_unknown_scan():
 
 def test_windows_look_back_only():
     x = normal(0, 2, 4, 2, 4)
-    window = parallel.sliding_window(2)
+    window = layers.ATTENTION["sliding_window"](2, "context")
     with pytest.raises(ValueError, match="causal=False .* set causal=True"):
         on_one_shard(lambda x: window({}, x, x, x, causal=False), x)
     with pytest.raises(ValueError, match="size=-1, expected"):

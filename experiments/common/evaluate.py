@@ -1,4 +1,4 @@
-"""Evaluation, and the placement of batches on devices that training shares with it."""
+"""Evaluation."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,29 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from experiments.common.data import Source, eval_batches
+from experiments.common.placement import make_mesh, place
 
 # (params, batch, key) -> {name: (total, weight)}, two scalars each
 EvalFn = Callable[[Any, Mapping[str, jax.Array], jax.Array], Mapping[str, tuple]]
-
-
-def data_mesh() -> Mesh:
-    """All local devices on one axis, `data`."""
-    return Mesh(np.array(jax.local_devices()), ("data",), axis_types=(AxisType.Auto,))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The same array on every device."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def place(batch: Mapping[str, np.ndarray], mesh: Mesh, axis: int = 0) -> dict[str, jax.Array]:
-    """A batch on the devices: split along `axis` where that divides evenly, else replicated."""
-    size = next(iter(batch.values())).shape[axis]
-    spec = PartitionSpec(*[None] * axis, "data") if size % mesh.size == 0 else PartitionSpec()
-    return jax.device_put(dict(batch), NamedSharding(mesh, spec))
 
 
 def evaluate(
@@ -38,6 +22,7 @@ def evaluate(
     batch_size: int,
     key: jax.Array,
     stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh | None = None,
 ) -> dict[str, float] | None:
     """Metrics over every example of a source, each counted once for any batch size.
 
@@ -51,6 +36,7 @@ def evaluate(
         batch_size: B.
         key: batch i sees `fold_in(key, i)`.
         stop: asked before each batch whether to give up.
+        mesh: over which devices batches are cut; None: over all, by rows.
 
     Returns:
         The metrics by name, or None if it gave up.
@@ -58,7 +44,7 @@ def evaluate(
     Raises:
         ValueError: if the source is empty or the weights of a metric are all 0.
     """
-    mesh = data_mesh()
+    mesh = make_mesh() if mesh is None else mesh
     sums: dict[str, np.ndarray] = {}
     pending: Mapping[str, tuple] = {}
     for i, batch in enumerate(eval_batches(source, batch_size)):

@@ -23,6 +23,11 @@ class LoopSettings:
         "at most so many steps per dispatch; a divisor of steps and eval_every is taken",
         group="loop",
     )
+    mesh: str = setting(
+        "", "devices that cut the batch (data), it and parameters (fsdp), heads (tensor) and "
+        "sequences (context), such as data=2,fsdp=2; default: data over all",
+        group="loop", changes_result=False,
+    )  # fmt: skip
     log_every: int = setting(10, "steps between rows", group="loop", changes_result=False)
     checkpoint_every: int = setting(
         1000, "steps between checkpoints", group="loop", changes_result=False
@@ -45,7 +50,7 @@ class Phase:
     Attributes:
         name: part of the names of files.
         steps: number of optimiser steps.
-        batch_size: B; split over the local devices where it divides evenly.
+        batch_size: B; cut over the devices where it divides evenly.
         source: the training examples.
         init: `init(key, previous)` gives the float32 parameters; `previous` are the best parameters
             of the phase before, None in the first.

@@ -1,25 +1,27 @@
 """One phase of training in one process: dispatches, logs, evaluations and checkpoints."""
 
-import functools
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax.sharding import Mesh
 
 from experiments.common.checkpoint import Checkpoints, check_description
 from experiments.common.data import batch_of_each_shape, train_iterator
-from experiments.common.evaluate import data_mesh, evaluate, place, replicated
+from experiments.common.evaluate import evaluate
 from experiments.common.log import Clock, RunLog
 from experiments.common.optimizer import leaf_names
 from experiments.common.phase import LoopSettings, NonFiniteError, Phase, TrainState
+from experiments.common.placement import on_mesh, place
 from experiments.common.stop import StopSignals
+from experiments.common.train_step import jit_steps, new_state
+from lowrank_attn.parallel.mesh import row_axes
 
 
 class PhaseRun:
@@ -33,20 +35,20 @@ class PhaseRun:
         description: Mapping[str, Any],
         key: jax.Array,
         previous: Any,
+        mesh: Mesh,
     ):
         """Make the first state or restore the newest, and open the logs there."""
         self.phase, self.settings, self.description = phase, settings, description
-        self.mesh = data_mesh()
-        if phase.batch_size % self.mesh.size:
+        self.mesh = mesh
+        if not row_axes(mesh, phase.batch_size):
             _say(
                 f"{phase.name}: batch_size={phase.batch_size} does not divide evenly over "
-                f"{self.mesh.size} devices, so each of them computes all of it"
+                f"{mesh.size} devices, so each of them computes all of it"
             )
         init_key, self.train_key, self.eval_key, order_key = jax.random.split(key, 4)
         params = phase.init(init_key, previous)
         _check_float32(params)
-        state = TrainState(params, phase.optimizer.init(params), jnp.zeros((), jnp.int32))
-        self.state = jax.device_put(state, replicated(self.mesh), may_alias=False)
+        self.state = new_state(phase, params, mesh)
         self.step, self.earlier_seconds = 0, 0.0
         self.evaluations: dict[int, dict[str, float]] = {}
         # compiled programs by the shape of tokens
@@ -103,15 +105,9 @@ class PhaseRun:
     def _compile_train(self, stop: StopSignals) -> None:
         """Compile K steps for every shape of batches, before any of them is needed."""
         phase = self.phase
-        step = functools.partial(_step, phase.loss_fn, phase.optimizer, self.train_key)
-        every = replicated(self.mesh)
-        scan = jax.jit(
-            lambda state, batches: jax.lax.scan(step, state, batches),
-            donate_argnums=0,
-            out_shardings=(every, every),
-        )
+        steps = jit_steps(phase, self.mesh, self.train_key, self.state)
         for batches in batch_of_each_shape(phase.source, (self.k, phase.batch_size)):
-            train = scan.lower(self.state, place(batches, self.mesh, axis=1))
+            train = steps.lower(self.state, place(batches, self.mesh, axis=1))
             for name, metric in train.out_info[1].items():
                 if metric.shape != (self.k,):
                     raise ValueError(
@@ -125,7 +121,7 @@ class PhaseRun:
         phase = self.phase
         for batch in batch_of_each_shape(phase.eval_source, (phase.batch_size,)):
             batch["weight"] = np.ones(phase.batch_size, np.float32)
-            evaluation = jax.jit(phase.eval_fn).lower(
+            evaluation = jax.jit(on_mesh(phase.eval_fn, self.mesh)).lower(
                 self.state.params, place(batch, self.mesh), self.eval_key
             )
             if phase.best_metric not in evaluation.out_info:
@@ -188,6 +184,7 @@ class PhaseRun:
                 self.phase.batch_size,
                 self.eval_key,
                 lambda: stop.requested,
+                self.mesh,
             )
         if metrics is None:
             return False
@@ -256,21 +253,6 @@ class PhaseRun:
         raise NonFiniteError(
             f"phase {self.phase.name!r}: {what}. This state was not saved; {last}."
         )
-
-
-def _step(
-    loss_fn: Callable,
-    optimizer: optax.GradientTransformation,
-    key: jax.Array,
-    state: TrainState,
-    batch: Mapping[str, jax.Array],
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimiser step; its randomness depends on the key and the number of the step alone."""
-    key = jax.random.fold_in(key, state.step)
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch, key)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(params, opt_state, state.step + 1), {"loss": loss, **metrics}
 
 
 @jax.jit

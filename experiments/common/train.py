@@ -14,6 +14,7 @@ import jax
 from experiments.common.checkpoint import describe, open_run
 from experiments.common.phase import LoopSettings, Phase
 from experiments.common.phase_run import PhaseRun
+from experiments.common.placement import make_mesh
 from experiments.common.stop import StopSignals
 
 
@@ -65,6 +66,7 @@ def train(
     names = [phase.name for phase in phases]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"phases need different names, at least one; got {names}.")
+    mesh = make_mesh(settings.mesh)
     run_dir = pathlib.Path(run_dir).absolute()
     description = describe(config, vocabulary)
     started = open_run(run_dir, description)
@@ -72,7 +74,7 @@ def train(
     with StopSignals() as stop:
         for number, phase in enumerate(phases):
             key = jax.random.fold_in(jax.random.key(settings.seed), number)
-            run = PhaseRun(phase, settings, run_dir, description, key, params)
+            run = PhaseRun(phase, settings, run_dir, description, key, params, mesh)
             try:
                 run.run(stop)
                 params = run.best_params()

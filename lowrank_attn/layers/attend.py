@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn import ops
+from lowrank_attn import ops, parallel
 from lowrank_attn.features import FEATURE_MAPS, FeatureMap, unit_length
 from lowrank_attn.layers import ATTENTION, GATINGS, AttentionMethod, Gating
+from lowrank_attn.layers.over_mesh import attention_over_mesh, method_over_mesh
 from lowrank_attn.ops.normalize import needs_denominator
 from lowrank_attn.ops.rules import RULES
 from lowrank_attn.ops.rules.base import Gates
@@ -145,7 +146,8 @@ def attend(
 ) -> tuple[jax.Array, ops.State | None]:
     """Attention with any kernel; the arguments are those of `ops.causal`.
 
-    One causal token with a state is computed by `ops.decode_step`.
+    One causal token with a state is computed by `ops.decode_step`. Where a mesh of
+    `parallel.make_mesh` is current, rows, heads and causal sequences are cut over its devices.
 
     Args:
         kernel: a feature map or an attention method.
@@ -156,53 +158,69 @@ def attend(
         y [B, T, Hq, P] in the dtype of v, and the state, None for an attention method.
 
     Raises:
-        ValueError: if an attention method is given a state, which it has not, or a rule that
-            depends on the order of tokens is not causal.
+        ValueError: if an attention method is given a state, which it has not, a rule that
+            depends on the order of tokens is not causal, or the mesh cuts sequences that must be
+            whole.
         NotImplementedError: if an attention method cannot keep packed documents apart.
     """
     if isinstance(kernel, AttentionMethod):
         if initial_state is not None:
             raise ValueError("initial_state is given, but this kernel keeps no state.")
-        y = kernel(params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids)
+        y = method_over_mesh(
+            kernel, params, q, k, v, causal=causal, mask=mask, segment_ids=segment_ids
+        )
         return y, None
     check_order(rule, causal)
-    shared = {
-        "features": kernel,
+    shared = {"features": kernel, "normalize": normalize, "implementation": implementation}
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
         "params": params,
-        "normalize": normalize,
-        "implementation": implementation,
+        "gates": gates,
+        "mask": mask,
+        "segment_ids": segment_ids,
+        "positions": positions,
+        "initial_state": initial_state,
     }
+    call_of_shards = None
     if causal and q.shape[1] == 1 and initial_state is not None:
-        y, state = _decode(
-            q, k, v, initial_state, rule=rule, gates=gates, mask=mask, positions=positions, **shared
-        )
+        call = functools.partial(_decode, rule=rule, **shared)
+    elif causal:
+        options = {"rule": rule, "chunk_size": chunk_size, **shared}
+        call = functools.partial(ops.causal, **options)
+        call_of_shards = functools.partial(parallel.causal, **options)
     else:
-        op = functools.partial(ops.causal, rule=rule, gates=gates) if causal else ops.bidirectional
-        y, state = op(
-            q,
-            k,
-            v,
-            mask=mask,
-            segment_ids=segment_ids,
-            positions=positions,
-            initial_state=initial_state,
-            chunk_size=chunk_size,
-            **shared,
-        )
+        del arrays["gates"]
+        call = functools.partial(ops.bidirectional, chunk_size=chunk_size, **shared)
+    y, state = attention_over_mesh(
+        call, call_of_shards, {name: x for name, x in arrays.items() if x is not None}
+    )
     if gain is not None:
         y = y * gain.astype(y.dtype)
     return y, state
 
 
-def _decode(q, k, v, state, *, gates, mask, positions, **arguments):
+def _decode(
+    q,
+    k,
+    v,
+    initial_state,
+    gates=None,
+    mask=None,
+    segment_ids=None,
+    positions=None,
+    **arguments,
+):
     """`ops.decode_step` of arrays with a T axis of length 1."""
+    del segment_ids  # of one token
     if positions is not None:
         positions = jnp.broadcast_to(positions, (len(q), 1))
     q, k, v, gates, mask, positions = jax.tree.map(
         lambda x: x[:, 0], (q, k, v, gates, mask, positions)
     )
     y, state = ops.decode_step(
-        q, k, v, state, gates=gates, mask=mask, positions=positions, **arguments
+        q, k, v, initial_state, gates=gates, mask=mask, positions=positions, **arguments
     )
     return y[:, None], state
 

@@ -22,12 +22,15 @@ class AttentionMethod(NamedTuple):
             `__call__`, which checks the arrays.
         no_causal: why the method has no causal form; None: it has one.
         no_segments: why it cannot keep packed documents apart; None: it can.
+        cut: `cut(axis)` is the causal method inside `jax.shard_map` for a sequence that is cut over
+            that mesh axis; None: it reads all tokens.
     """
 
     init: Callable[[jax.Array, int, int], tuple[Params, Params]]
     apply: Callable[..., jax.Array]
     no_causal: str | None = None
     no_segments: str | None = None
+    cut: "Callable[[str], AttentionMethod] | None" = None
 
     def __call__(
         self,

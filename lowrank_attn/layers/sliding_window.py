@@ -1,5 +1,6 @@
 """Softmax attention to the neighbours of each token, in time and memory linear in T."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,12 @@ from lowrank_attn.layers.visibility import (
     precision_for,
     segment_numbers,
 )
+from lowrank_attn.parallel.halo import halo
 
 _SMALLEST_BLOCK = 64  # smaller windows share blocks, whose matrix products would be too small
 
 
-def sliding_window(window: int = 128) -> AttentionMethod:
+def sliding_window(window: int = 128, axis: str | None = None) -> AttentionMethod:
     """Exact softmax attention to the tokens at most W away: softmax(q . k / sqrt(D)) v.
 
     Query t sees keys t - W to t when causal, that is W + 1 of them, else t - W to t + W. Queries
@@ -27,9 +29,12 @@ def sliding_window(window: int = 128) -> AttentionMethod:
 
     Args:
         window: W >= 1.
+        axis: the mesh axis over which the sequence is cut, for causal calls inside `jax.shard_map`:
+            each device receives the W keys and values before its own tokens; see `parallel.halo`.
 
     Raises:
-        ValueError: if the window is below 1, or, when called, for unequal T and S.
+        ValueError: if the window is below 1, or, when called, for unequal T and S, or causal=False
+            with an axis.
 
     Source: Longformer (arXiv 2004.05150), section 3.1; BASED (arXiv 2402.18668) uses W = 64 and
     128, counted as here.
@@ -55,9 +60,17 @@ def sliding_window(window: int = 128) -> AttentionMethod:
         check_same_tokens(q, k, "a window lies around the query's own place")
         segment = None if segment_ids is None else segment_numbers(segment_ids)
         real, segment = real_and_segment(q, mask, segment)
-        return _attend(q, k, v, min(window, q.shape[1] - 1), causal, real, segment, None)
+        if axis is None:
+            return _attend(q, k, v, min(window, q.shape[1] - 1), causal, real, segment, None)
+        if not causal:
+            raise ValueError(
+                "causal=False with a window over devices, which brings only earlier tokens; set "
+                "causal=True, or cut the batch instead of the sequence."
+            )
+        past = halo(WindowState(k, v, real), axis, window, segment_ids)
+        return _attend(q, k, v, window, True, real, segment, past)
 
-    return AttentionMethod(init=init, apply=apply)
+    return AttentionMethod(init=init, apply=apply, cut=functools.partial(sliding_window, window))
 
 
 class WindowState(NamedTuple):

@@ -11,6 +11,7 @@ from flax import nnx
 from lowrank_attn.layers.recent import real_and_segment
 from lowrank_attn.layers.visibility import precision_for, segment_numbers
 from lowrank_attn.models.mixers import MIXERS
+from lowrank_attn.parallel.mesh import cut_table, cut_tokens
 
 # What the backward pass keeps of a block, by name; None: everything.
 REMAT = {
@@ -68,7 +69,7 @@ class Block(nnx.Module):
         x = x + y.astype(x.dtype)
         if self.mlp is not None:
             x = x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
-        return x, None if state is None else next_state
+        return cut_tokens(x), None if state is None else next_state
 
 
 class Decoder(nnx.Module):
@@ -171,7 +172,8 @@ class Decoder(nnx.Module):
         if positions is None:
             start = 0 if state is None else state.length[:, None]
             positions = count_positions(tokens, mask, segment_ids, start)
-        x = self.embedding(tokens).astype(jnp.float32)
+        table = cut_table(self.embedding.embedding[...])
+        x = cut_tokens(jnp.take(table, tokens, axis=0).astype(jnp.float32))
         run = Block.__call__
         if REMAT[self.remat] is not None:
             run = nnx.remat(run, policy=REMAT[self.remat])

@@ -21,6 +21,7 @@ from lowrank_attn.layers.causal_conv import causal_conv
 from lowrank_attn.layers.exact import softmax
 from lowrank_attn.layers.mamba import MambaState, continue_mamba, mamba
 from lowrank_attn.layers.nnx import LinearAttention
+from lowrank_attn.layers.over_mesh import conv_over_mesh, method_over_mesh
 from lowrank_attn.layers.recent import real_and_segment, remember
 from lowrank_attn.layers.rotary import rotary
 from lowrank_attn.layers.sliding_window import WindowState, continue_window, sliding_window
@@ -126,16 +127,18 @@ class ShortConv(nnx.Module):
         """Mix the tokens of x; see the head of this file. The state is [B, K - 1, I]."""
         del positions
         a, g = jnp.moveaxis(self.up(x), -2, 0)
-        segment = None if segment_ids is None else segment_numbers(segment_ids)
         if mask is not None:
             a = jnp.where(mask[..., None], a, 0)
         filters = self.conv[...].astype(jnp.float32)
-        y = causal_conv(a, filters, segment, initial_state)
-        y = self.out(jax.nn.silu(y).astype(g.dtype) * g)
+        state = None
         if initial_state is None:
-            return y, None
-        real, segment = real_and_segment(x, mask, segment)
-        return y, remember(initial_state, a.astype(initial_state.dtype), real, segment)
+            y = conv_over_mesh(a, filters, segment_ids)
+        else:
+            segment = None if segment_ids is None else segment_numbers(segment_ids)
+            y = causal_conv(a, filters, segment, initial_state)
+            real, segment = real_and_segment(x, mask, segment)
+            state = remember(initial_state, a.astype(initial_state.dtype), real, segment)
+        return self.out(jax.nn.silu(y).astype(g.dtype) * g), state
 
     def empty_state(self, batch: int, max_length: int, dtype) -> jax.Array:
         """Nothing before the first token."""
@@ -195,7 +198,9 @@ class SoftmaxAttention(nnx.Module):
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         q, k = self._rotate(q, positions), self._rotate(k, positions)
         if initial_state is None:
-            y = self.method({}, q, k, v, causal=True, mask=mask, segment_ids=segment_ids)
+            y = method_over_mesh(
+                self.method, {}, q, k, v, causal=True, mask=mask, segment_ids=segment_ids
+            )
             return self.out(y), None
         segment = None if segment_ids is None else segment_numbers(segment_ids)
         tokens = real_and_segment(x, mask, segment)
@@ -263,7 +268,9 @@ class Mamba(nnx.Module):
         v, q = jnp.moveaxis(self.up(x)[..., None, :], -3, 0)
         params = {name: variable[...] for name, variable in self.scan.items()}
         if initial_state is None:
-            y = self.method(params, q, q, v, causal=True, mask=mask, segment_ids=segment_ids)
+            y = method_over_mesh(
+                self.method, params, q, q, v, causal=True, mask=mask, segment_ids=segment_ids
+            )
             return self.out(y[:, :, 0]), None
         segment = None if segment_ids is None else segment_numbers(segment_ids)
         tokens = real_and_segment(x, mask, segment)

@@ -1,6 +1,6 @@
 """Training over many devices: the mesh and where parameters lie, and sequences cut over devices.
 
-`causal`, `halo` and `sliding_window` are to be called inside `jax.shard_map`.
+`causal` and `halo` are to be called inside `jax.shard_map`; layers do so where a mesh is current.
 """
 
 from lowrank_attn.parallel.causal import causal as causal
@@ -9,4 +9,3 @@ from lowrank_attn.parallel.mesh import TOKENS as TOKENS
 from lowrank_attn.parallel.mesh import make_mesh as make_mesh
 from lowrank_attn.parallel.mesh import shardings as shardings
 from lowrank_attn.parallel.padding import pad_tokens as pad_tokens
-from lowrank_attn.parallel.sliding_window import sliding_window as sliding_window

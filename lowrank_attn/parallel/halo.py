@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_attn.layers.visibility import segment_numbers
-
 
 def halo(x, axis: str, size: int, segment_ids: jax.Array | None = None):
     """The `size` tokens before each shard's own, from the shards before it.
@@ -32,8 +30,8 @@ def halo(x, axis: str, size: int, segment_ids: jax.Array | None = None):
     if segment_ids is None:
         return before
     ids = jnp.concatenate([_before(segment_ids, axis, size), segment_ids[:, :1]], axis=1)
-    number = segment_numbers(ids)
-    same = number[:, :-1] == number[:, -1:]
+    changes = jnp.flip(ids[:, 1:] != ids[:, :-1], axis=1)
+    same = jnp.flip(jnp.cumsum(changes, axis=1), axis=1) == 0
     return jax.tree.map(
         lambda x: jnp.where(same.reshape(*same.shape, *[1] * (x.ndim - 2)), x, jnp.zeros_like(x)),
         before,

@@ -5,7 +5,9 @@ import re
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "context", "tensor")
 
 # Tokens [B, T, ...]: the batch over `data` and `fsdp`, the sequence over `context`.
 TOKENS = PartitionSpec(("data", "fsdp"), "context")
@@ -24,7 +26,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     ("up/bias", PartitionSpec("tensor")),  # [F]
     ("(out|down)/kernel", PartitionSpec("tensor", "fsdp")),  # [F, E]
     ("conv", PartitionSpec("tensor")),  # [F, K]
-    ("embedding/embedding", PartitionSpec("tensor", "fsdp")),  # [V, E]
+    ("(embedding|head)/embedding", PartitionSpec("tensor", "fsdp")),  # [V, E]
 )
 
 
@@ -63,6 +65,44 @@ def make_mesh(
         )
     return jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices
+    )
+
+
+def active_mesh() -> AbstractMesh | None:
+    """The mesh of `make_mesh` over which `jit` spreads arrays here, made current by `jax.set_mesh`.
+
+    None if there is none, for a single device, inside `jax.shard_map`, and for meshes of others.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or mesh.size == 1 or not mesh.are_all_axes_auto:
+        return None
+    return mesh
+
+
+def row_axes(mesh: AbstractMesh | Mesh, rows: int) -> tuple[str, ...]:
+    """The axes that cut a batch: `data` and `fsdp` if their product divides the number of rows."""
+    return ("data", "fsdp") if rows % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0 else ()
+
+
+def cut_tokens(x: jax.Array) -> jax.Array:
+    """Let x [B, T, ...] lie on the active mesh as tokens do; without one it is returned as it is.
+
+    A batch or a sequence that the mesh does not divide stays whole.
+    """
+    mesh = active_mesh()
+    if mesh is None:
+        return x
+    tokens = "context" if x.shape[1] % mesh.shape["context"] == 0 else None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(row_axes(mesh, len(x)), tokens))
+
+
+def cut_table(table: jax.Array) -> jax.Array:
+    """Let a table [V, E] lie on the active mesh as a lookup reads it: V over `tensor`, E whole."""
+    mesh = active_mesh()
+    if mesh is None:
+        return table
+    return jax.lax.with_sharding_constraint(
+        table, _dividing(PartitionSpec("tensor"), table.shape, mesh)
     )
 
 
