@@ -11,6 +11,7 @@ Started again, the same command continues where it was stopped.
 """
 
 import json
+import math
 import pathlib
 import shutil
 import sys
@@ -42,7 +43,7 @@ from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TokenText, load_text
 from lowrank_attn import parallel
 from lowrank_attn.models.decoder_configs import DecoderConfig
-from lowrank_attn.models.folder import arrays_of, save_decoder
+from lowrank_attn.models.folder import arrays_of, save_decoder, shapes_of
 from lowrank_attn.models.generate import stream
 from lowrank_attn.models.sampling import Sampling
 
@@ -250,7 +251,10 @@ def compile_ahead(config: Config) -> dict[str, Any]:
     )
     tokens_per_device = config.batch_size * config.length / mesh.size
     flops = training_flops(start.decoder, config.length) * tokens_per_device
-    return report_step(phase, mesh, config.aot or "") | {"model_flops": flops}
+    return report_step(phase, mesh, config.aot or "") | {
+        "model_flops": flops,
+        "parameters": sum(math.prod(shape) for shape in shapes_of(start.decoder).values()),
+    }
 
 
 def _perplexity(metrics):
