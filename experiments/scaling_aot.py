@@ -95,7 +95,7 @@ def compile_line(config: Config, slice_: str, axis: str) -> dict[str, Any]:
         f"--batch_size={config.rows * count}", "--accumulate=1", f"--remat={config.remat}",
         "--dtype=bfloat16",
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{slice_}, {axis}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -160,17 +160,18 @@ def run(config: Config) -> None:
             mesh = f"{axis}={devices(slice_)}"
             values = {**vars(config), "slice": slice_, "mesh": mesh}
             key = {name: str(values[name]) for name in KEYS}
-            known = any({name: each[name] for name in KEYS} == key for each in lines)
-            if known and devices(slice_) > 1:
+            known = [{name: each[name] for name in KEYS} for each in lines]
+            at = known.index(key) if key in known else len(lines)
+            if at < len(lines) and devices(slice_) > 1:
                 continue
             report = compile_line(config, slice_, axis)
             one = report if devices(slice_) == 1 else one
             found = line(report, one, axis)
             cells = {n: f"{x:.3g}" if isinstance(x, float) else str(x) for n, x in found.items()}
-            lines = [each for each in lines if {name: each[name] for name in KEYS} != key]
-            lines.append({**key, "devices": str(devices(slice_)), **cells})
+            new = {**key, "devices": str(devices(slice_)), **cells}
+            lines[at : at + 1] = [new]
             write(lines, out)
-            print(" ".join(f"{name}={x}" for name, x in lines[-1].items()), file=sys.stderr)
+            print(" ".join(f"{name}={x}" for name, x in new.items()), file=sys.stderr)
 
 
 def main(argv: list[str]) -> None:
