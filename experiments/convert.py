@@ -1,4 +1,4 @@
-"""Converts a published checkpoint of BASED, its attention baseline or Mamba, or one of ours back.
+"""Converts a published checkpoint of BASED, its attention baseline, Mamba or Llama, or ours back.
 
     python -m experiments.convert --checkpoint=FOLDER --out=FOLDER [--kernel=llops]
     python -m experiments.convert --checkpoint=FOLDER --out=FOLDER --back
@@ -65,7 +65,7 @@ def convert(config: Config) -> None:
         )
     save_decoder(config.out, decoder, params, source)
     lines = [str(Leaf(**leaf)) for leaf in source["leaves"]]
-    known = {leaf["path"] for leaf in source["leaves"]}
+    known = {str(leaf["path"]).partition("[")[0] for leaf in source["leaves"]}
     lines += [
         f"{path} {array.dtype}{list(array.shape)} is new" for path, array in params.items()
         if path not in known

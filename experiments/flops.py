@@ -33,12 +33,12 @@ def training_flops(config: DecoderConfig, length: int) -> float:
     """Operations per token of one training step, three times those of the forward pass.
 
     Forward: 2 for each parameter, which is one multiplication and one addition (the embedding
-    counts once, as the head), and in addition per layer, with T = length,
+    counts if it is the head too), and in addition per layer, with T = length,
 
         softmax           2 E (T + 1)          scores and values of (T + 1) / 2 tokens on average
         sliding_window    4 E min(W + 1, T)
-        linear            4 H M P              what enters the state, and what is read from it;
-                                               H (D + P) (T + 1) for a kernel without features
+        linear            2 (H + Hq) M P       what enters the state, and what is read from it;
+                          Hq (D + P) (T + 1)   with a kernel without features
         mamba             7 I N                decay, input, sum and output of the state
 
     Operations that are repeated to save memory, elementwise ones and the states inside of chunks
@@ -50,6 +50,8 @@ def training_flops(config: DecoderConfig, length: int) -> float:
     """
     model: Decoder = nnx.eval_shape(lambda: config.make(rngs=nnx.Rngs(params=0)))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if model.head is not None:
+        parameters -= model.embedding.embedding.size
     mixers = sum(_mixer_flops(block.mixer, config.width, length) for block in model.blocks)
     return 3.0 * (2 * parameters + mixers)
 
@@ -58,11 +60,14 @@ def _mixer_flops(mixer, E: int, T: int) -> int:
     if isinstance(mixer, SoftmaxAttention):
         return 2 * E * (T + 1) if mixer.window is None else 4 * E * min(mixer.window + 1, T)
     if isinstance(mixer, LinearMixer):
-        kernel, (H, D) = mixer.attend.kernel, mixer.key.out_features
-        P = mixer.value.out_features[1]
-        return (
-            4 * H * kernel.dim(D) * P if isinstance(kernel, FeatureMap) else H * (D + P) * (T + 1)
+        kernel, (Hq, D), (H, P) = (
+            mixer.attend.kernel,
+            mixer.query.out_features,
+            mixer.value.out_features,
         )
+        if isinstance(kernel, FeatureMap):
+            return 2 * (H + Hq) * kernel.dim(D) * P
+        return Hq * (D + P) * (T + 1)
     if isinstance(mixer, Mamba):
         return 7 * mixer.scan["A_log"].size
     return 0

@@ -10,19 +10,20 @@ output is one JSON object, the model is `<run>/model`, and `<run>/samples` has t
 Started again, the same command continues where it was stopped.
 """
 
-import dataclasses
 import json
+import math
 import pathlib
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from jax.sharding import Mesh
 from tqdm import tqdm
 
+from experiments.aot import report_step, topology_mesh
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import evaluate
@@ -35,14 +36,14 @@ from experiments.common.tokenizer import Tokenizer, load_tokenizer
 from experiments.common.train import train
 from experiments.flops import peak_flops, training_flops
 from experiments.lm_objective import next_token
-from experiments.lm_settings import EXACT, Config, choose_recipe
+from experiments.lm_settings import Config, choose_recipe
+from experiments.lm_start import Start, make_start
 from experiments.text_data.documents import BadText
 from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TokenText, load_text
 from lowrank_attn import parallel
-from lowrank_attn.convert import with_llops
-from lowrank_attn.models.decoder_configs import CONFIGS, DecoderConfig
-from lowrank_attn.models.folder import Arrays, arrays_of, build, load_decoder, save_decoder
+from lowrank_attn.models.decoder_configs import DecoderConfig
+from lowrank_attn.models.folder import arrays_of, save_decoder, shapes_of
 from lowrank_attn.models.generate import stream
 from lowrank_attn.models.sampling import Sampling
 
@@ -50,54 +51,6 @@ from lowrank_attn.models.sampling import Sampling
 NOT_DECAYED = (*optimizer.NOT_DECAYED, "bias", "skip")
 SAMPLED_TOKENS = 64
 PROMPT_TOKENS = 16
-
-
-class Start(NamedTuple):
-    """What training begins with.
-
-    Attributes:
-        decoder: the shape of the model.
-        params: its parameters as a nested dict; None: they are drawn.
-        source: where they come from, see `save_decoder`.
-    """
-
-    decoder: DecoderConfig
-    params: Any
-    source: dict[str, Any] | None
-
-
-def make_start(config: Config, tokenizer: Tokenizer) -> Start:
-    """The model that the settings describe.
-
-    Raises:
-        ValueError: if the kernel's options or the tokenizer do not fit.
-        FileNotFoundError: if there is no such checkpoint.
-    """
-    options = flags.parse_options("kernel_options", config.kernel_options)
-    if config.checkpoint is None:
-        decoder = CONFIGS[config.model]
-        # a new model needs rows for the ids of its tokenizer only
-        decoder = dataclasses.replace(decoder, vocab_size=tokenizer.vocab_size)
-        if config.kernel is not None:
-            if "linear" not in decoder.layers:
-                raise ValueError(f"kernel={config.kernel!r}: {config.model} has no linear layers.")
-            decoder = decoder.replace_mixer("linear", kernel=config.kernel, options=options)
-        linear = decoder.mixers["linear"] if "linear" in decoder.layers else {}
-        if config.samples and linear.get("kernel") in EXACT:
-            raise ValueError(
-                f"samples=True with kernel={linear['kernel']!r} in linear layers, which keep no "
-                "state to write text from; give --samples=false."
-            )
-        return Start(decoder, None, None)
-    arrays: Arrays
-    decoder, arrays, source = load_decoder(config.checkpoint)
-    tokenizer.check_fits(decoder.vocab_size)
-    if config.kernel is not None:
-        try:
-            decoder, arrays = with_llops(decoder, arrays, **options)
-        except TypeError as error:
-            raise ValueError(f"kernel_options={config.kernel_options!r}: {error}.") from error
-    return Start(decoder, nnx.to_pure_dict(nnx.state(build(decoder, arrays))), source)
 
 
 def make_optimizer(config: Config, model: PureModule):
@@ -147,14 +100,13 @@ def make_phase(
     return phase, model
 
 
-def check_mesh(config: Config, decoder: DecoderConfig) -> None:
+def check_mesh(config: Config, decoder: DecoderConfig, mesh: Mesh) -> None:
     """Refuse a mesh that does not divide what it cuts.
 
     Raises:
         ValueError: naming `--mesh` and what it does not divide, or layers that need whole
             sequences.
     """
-    mesh = make_mesh(config.mesh)
     rows = ("data", "fsdp")
     heads = {
         f"num_heads of {name} layers": (decoder.mixers[name]["num_heads"], ("tensor",))
@@ -230,7 +182,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     tokenizer = load_tokenizer(config.tokenizer)
     start = make_start(config, tokenizer)
-    check_mesh(config, start.decoder)
+    check_mesh(config, start.decoder, make_mesh(config.mesh))
     text = load_text(config, tokenizer)
     what = pathlib.Path(config.checkpoint).name if config.checkpoint else config.model
     name = f"lm-{what}-{config.kernel or 'own'}-{flags.config_hash(config)}-{text.fingerprint[:6]}"
@@ -289,6 +241,24 @@ def run(config: Config) -> dict[str, Any]:
     }
 
 
+def compile_ahead(config: Config) -> dict[str, Any]:
+    """What a step needs on the TPUs of `--aot`; text is not read."""
+    mesh = topology_mesh(config.aot or "", config.mesh)
+    start = make_start(config, load_tokenizer(config.tokenizer) if config.tokenizer else None)
+    check_mesh(config, start.decoder, mesh)
+    tokens = [np.zeros(config.length + 1, np.uint16)]
+    splits = {"train": tokens, "validation": tokens}
+    phase, _ = make_phase(
+        config, start, TokenText(pathlib.Path(), splits, start.decoder.vocab_size - 1, (), "")
+    )
+    tokens_per_device = config.batch_size * config.length / mesh.size
+    flops = training_flops(start.decoder, config.length) * tokens_per_device
+    return report_step(phase, mesh, config.aot or "") | {
+        "model_flops": flops,
+        "parameters": sum(math.prod(shape) for shape in shapes_of(start.decoder).values()),
+    }
+
+
 def _perplexity(metrics):
     return f"loss {metrics['loss']:.4f}, perplexity {np.exp(metrics['loss']):.2f}"
 
@@ -305,12 +275,12 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_recipe(config):
-        name, settings = choose_recipe(config, jax.default_backend())
+        name, settings = choose_recipe(config, "tpu" if config.aot else jax.default_backend())
         return {**settings, "recipe": name}
 
     config = flags.parse(Config, argv, settings_of_recipe)
     try:
-        summary = run(config)
+        summary = compile_ahead(config) if config.aot else run(config)
     except (CheckpointError, NonFiniteError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from experiments.objectives import Objective
-from lowrank_attn.models.decoder import Decoder, tied_logits
+from lowrank_attn.models.decoder import Decoder, table_logits
 from lowrank_attn.ops.manual_axes import vary, varying_axes
 from lowrank_attn.parallel.mesh import AXES, active_mesh, cut_table, row_axes
 
@@ -101,7 +101,7 @@ def _total(
     x, _ = model.hidden(tokens, segment_ids=jnp.cumsum(tokens == eot, axis=1))
     targets = batch["targets"].astype(jnp.int32)
     weights = jnp.broadcast_to(weight[:, None], tokens.shape)
-    table = cut_table(model.embedding.embedding[...])
+    table = cut_table(model.head_table())
     mesh = active_mesh()
     if mesh is None:
         return _head_total(table, x, targets, weights)
@@ -137,7 +137,7 @@ def _head_total(
 
     def part_total(table, x, other):
         targets, weight = other
-        losses = optax.softmax_cross_entropy_with_integer_labels(tied_logits(x, table), targets)
+        losses = optax.softmax_cross_entropy_with_integer_labels(table_logits(x, table), targets)
         return jnp.sum(losses * weight)
 
     return sum_of_parts(part_total, table, in_parts(x), (in_parts(targets), in_parts(weights)))

@@ -106,7 +106,8 @@ class Config(LoopSettings, TextSettings):
             ValueError: naming the setting.
         """
         LoopSettings.__post_init__(self)
-        TextSettings.__post_init__(self)
+        if self.aot is None:
+            TextSettings.__post_init__(self)
         for name in ("length", "validation_rows", "steps", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}, expected at least 1.")

@@ -6,6 +6,7 @@ The last line on standard output is one JSON object. Started again, the same com
 it was stopped. Measured results: `experiments/results/`.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -16,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments import objectives, presets, tasks
+from experiments.aot import report_step, topology_mesh
 from experiments.common import flags, optimizer
 from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import at_chance, evaluate
@@ -145,13 +147,12 @@ def make_phases(config: Config, task: Task) -> tuple[list[Phase], objectives.Obj
     return [pretraining, training], classification
 
 
-def check_mesh(config: Config) -> Mesh:
-    """The mesh of `--mesh`.
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Refuse a mesh that does not divide what it cuts.
 
     Raises:
         ValueError: naming the flag, if it does not divide what it cuts, or cuts sequences.
     """
-    mesh = make_mesh(config.mesh)
     sizes = {
         "batch_size": (config.batch_size, ("data", "fsdp")),
         "width": (config.width, ("fsdp",)),
@@ -163,7 +164,16 @@ def check_mesh(config: Config) -> Mesh:
         raise ValueError(
             f"mesh={config.mesh!r} cuts sequences, which encoders read whole: set context=1."
         )
-    return mesh
+
+
+def compile_ahead(config: Config) -> dict[str, Any]:
+    """What a step of training on labels needs on the TPUs of `--aot`."""
+    mesh = topology_mesh(config.aot or "", config.mesh)
+    check_mesh(config, mesh)
+    options = flags.parse_options("task_options", config.task_options)
+    task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
+    phases, _ = make_phases(dataclasses.replace(config, pretrain_steps=0), task)
+    return report_step(phases[-1], mesh, config.aot or "")
 
 
 def run(config: Config) -> dict[str, Any]:
@@ -172,7 +182,8 @@ def run(config: Config) -> dict[str, Any]:
     Returns:
         The summary that `main` prints.
     """
-    mesh = check_mesh(config)
+    mesh = make_mesh(config.mesh)
+    check_mesh(config, mesh)
     options = flags.parse_options("task_options", config.task_options)
     task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
@@ -230,12 +241,11 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_preset(config):
-        name, settings = presets.resolve(
-            config.preset, config.task, config.kernel, jax.default_backend()
-        )
+        backend = "tpu" if config.aot else jax.default_backend()
+        name, settings = presets.resolve(config.preset, config.task, config.kernel, backend)
         if config.preset == "auto":
             print(
-                f"preset: {name}, for this {jax.default_backend()}; another with --preset=NAME "
+                f"preset: {name}, for this {backend}; another with --preset=NAME "
                 f"({', '.join(presets.PRESETS)}), its settings with --print-config",
                 file=sys.stderr,
             )
@@ -243,7 +253,7 @@ def main(argv: list[str]) -> None:
 
     config = flags.parse(Config, argv, settings_of_preset)
     try:
-        summary = run(config)
+        summary = compile_ahead(config) if config.aot else run(config)
     except (DataError, CheckpointError, NonFiniteError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, (DataError, ValueError)) else 1)

@@ -65,8 +65,8 @@ def resize(weights, name, *shape):
             "has a sliding_window as alt_mixer, expected linear",
         ),
         (
-            lambda w, c: (c.clear(), c.update(model_type="llama", hidden_size=128)),
-            "expected 'n_embd', 'd_model' or model_type 'mamba', found hidden_size, model_type",
+            lambda w, c: (c.clear(), c.update(model_type="gemma", hidden_size=128)),
+            "or model_type 'mamba', 'llama' or 'mistral', found hidden_size, model_type",
         ),
     ],
 )

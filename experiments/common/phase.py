@@ -35,6 +35,10 @@ class LoopSettings:
     checkpoint_seconds: float = setting(
         300.0, "seconds between checkpoints", group="loop", changes_result=False
     )
+    aot: str | None = setting(
+        None, "TPU slice such as v5e:4x4: compile a step for it, report on it, and end",
+        group="loop", changes_result=False,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse counts below 1; a subclass with checks of its own calls this too."""

@@ -49,7 +49,7 @@ def abstract_steps(
     So it compiles ahead of time for devices that this process has not.
 
     Args:
-        phase: its source needs one example.
+        phase: its source needs one example; of several shapes the largest is taken.
         mesh: of any devices.
         steps: K.
 
@@ -64,7 +64,7 @@ def abstract_steps(
 
     state = jax.eval_shape(make_state)
     state = abstract(state, parallel.shardings(state, mesh))
-    batches = next(batch_of_each_shape(phase.source, (steps, phase.batch_size)))
+    *_, batches = batch_of_each_shape(phase.source, (steps, phase.batch_size))
     return (
         jit_steps(phase, mesh, key, state),
         state,

@@ -25,10 +25,25 @@ FILES: dict[str, Callable[[pathlib.Path], dict[str, np.ndarray]]] = {
 # Options of mixers that a published layout fixes, and those that change no result.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "short_conv": {"expand": 2, "kernel_size": 3},
-    "linear": {"kernel": "llops", "options": None, "rule": "additive", "normalize": None},
+    "linear": {
+        "kernel": "llops",
+        "options": None,
+        "rule": "additive",
+        "normalize": None,
+        "num_kv_heads": None,
+        "value_dim": None,
+        "use_rotary": False,
+        "rotary_base": 10000.0,
+    },
     "sliding_window": {"window": 128, "rotary_fraction": 1.0},
     "softmax": {"window": None, "rotary_fraction": 1.0},
     "mamba": {"expand": 2, "state_size": 16, "conv_size": 4, "dt_rank": None},
+}
+# Parts of names of arrays that are left out.
+IGNORED = {
+    "metrics": "a measurement",
+    "decay": "not used by BASED's code",
+    "rotary_emb.inv_freq": "follows from the configuration",
 }
 HOW = ("chunk_size", "implementation")
 
@@ -64,7 +79,8 @@ def read_checkpoint(
     """Read a folder with `config.json` and `*.safetensors` or `pytorch_model*.bin`.
 
     A leading `model.` of names is dropped, either of the two tied matrices is enough, and arrays
-    named `...decay...` (a buffer that BASED's code does not use) or `...metrics...` are left out.
+    named `...decay...` (a buffer that BASED's code does not use), `...metrics...` or
+    `...rotary_emb.inv_freq` (which follows from the configuration) are left out.
 
     Returns:
         The model, its parameters by path in float32, and the source: `config`, the contents of
@@ -86,15 +102,16 @@ def read_checkpoint(
     shapes = shapes_of(config)
 
     wrong, params = [], {}
-    tied = [name for name in TIED[skeleton(config.layers)] if name in named]
-    for entry in entries(config.layers, shapes):
-        names = tied if entry.path == "embedding/embedding" else [entry.source]
+    tied = [name for name in TIED[skeleton(config)] if name in named]
+    for entry in entries(config, shapes):
+        shared = config.tied and entry.path == "embedding/embedding"
+        names = tied if shared else [entry.source]
         found = [named.pop(name) for name in names if name in named]
         if not found:
             wrong.append(f"{entry.source} {list(entry.shape)} is missing")
             continue
         first, array = found[0]
-        leaves.append(_leaf(first, entry.path, array, ""))
+        leaves.append(_leaf(first, entry.place, array, ""))
         if array.shape != entry.shape:
             wrong.append(
                 f"{first}: expected {list(entry.shape)} by config.json, found {list(array.shape)}"
@@ -103,8 +120,14 @@ def read_checkpoint(
             leaves.append(_leaf(other, entry.path, same, "tied to the embedding, the same array"))
             if not np.array_equal(same, array):
                 wrong.append(f"{other} differs from {first}, but this model ties them")
-        if not wrong:
-            params[entry.path] = entry.here(array, shapes[entry.path])
+        if wrong:
+            continue
+        shape = shapes[entry.path]
+        if entry.part is None:
+            params[entry.path] = entry.here(array, shape)
+        else:
+            whole = params.setdefault(entry.path, np.empty(shape, np.float32))
+            whole[:, entry.part] = entry.here(array, (shape[0], *shape[2:]))
     wrong += [f"{source} is unknown" for source, _ in named.values()]
     if wrong:
         raise ConvertError(f"{folder} does not hold the model of its config: {'; '.join(wrong)}.")
@@ -135,20 +158,20 @@ def write_checkpoint(
         FileExistsError: if there is something of the folder's name.
     """
     published = published_config(config) if source is None else source["config"]
-    by_path = {entry.path: entry for entry in entries(config.layers, shapes_of(config))}
-    _check_expressible(config, params, published, by_path)
+    by_place = {entry.place: entry for entry in entries(config, shapes_of(config))}
+    _check_expressible(config, params, published, by_place.values())
     if source is None:
-        tied = by_path["embedding/embedding"]._replace(source="lm_head.weight")
-        leaves = [
-            Leaf(entry.source, entry.path, entry.shape, "float32")
-            for entry in (*by_path.values(), tied)
-        ]
+        both = [*by_place.values()]
+        if config.tied:
+            both.append(by_place["embedding/embedding"]._replace(source="lm_head.weight"))
+        leaves = [Leaf(entry.source, entry.place, entry.shape, "float32") for entry in both]
     else:
         leaves = [Leaf(**leaf) for leaf in source["leaves"] if leaf["path"] is not None]
     shapes = {leaf.source: (tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves}
+    found = ((leaf, by_place[str(leaf.path)]) for leaf in leaves)
     arrays = (
-        (leaf.source, by_path[str(leaf.path)].there(params[str(leaf.path)], np.dtype(leaf.dtype)))
-        for leaf in leaves
+        (leaf.source, entry.there(params[entry.path], np.dtype(leaf.dtype)))
+        for leaf, entry in found
     )
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True)
@@ -156,14 +179,14 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(published, indent=1) + "\n")
 
 
-def _check_expressible(config, params, published, by_path):
-    homeless = [path for path in params if path not in by_path]
+def _check_expressible(config, params, published, entries):
+    homeless = [path for path in params if path not in {entry.path for entry in entries}]
     if homeless:
         raise ConvertError(
             f"the published layout has no place for {', '.join(homeless)}: only a model with the "
             "kernels of the published ones can be written in it."
         )
-    there = {entry.source: entry.shape for entry in by_path.values()}
+    there = {entry.source: entry.shape for entry in entries}
     meant, ours = read_config(published, there), _without_defaults(config)
     if _without_defaults(meant) != ours:
         raise ConvertError(
@@ -200,8 +223,8 @@ def _named(arrays):
     named, leaves = {}, []
     for source, array in arrays.items():
         name = source.removeprefix("model.")
-        if "metrics" in name or "decay" in name:
-            why = "a measurement" if "metrics" in name else "not used by BASED's code"
+        why = next((why for part, why in IGNORED.items() if part in name), None)
+        if why:
             leaves.append(_leaf(source, None, array, why))
         else:
             named[name] = (source, array)

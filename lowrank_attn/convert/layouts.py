@@ -1,14 +1,16 @@
 """Names and shapes of published checkpoints, leaf by leaf, beside ours.
 
-Two skeletons are known: that of BASED and its attention baseline (`transformer.layers.I...`), and
-Mamba's (`backbone.layers.I...`). A matrix there is [out, in], here [in, out] with both sides split
-into their axes.
+Three skeletons are known: that of BASED and its attention baseline (`transformer.layers.I...`),
+Mamba's (`backbone.layers.I...`), and Llama's (`layers.I...`). A matrix there is [out, in], here
+[in, out] with both sides split into their axes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+
+from lowrank_attn.models.decoder_configs import DecoderConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -21,12 +23,19 @@ class Entry(NamedTuple):
         path: its path in our model.
         shape: its shape in the checkpoint.
         transposed: whether it is a matrix [out, in].
+        part: which of the parts [E, parts, F] of ours it is; None: all of it.
     """
 
     source: str
     path: str
     shape: tuple[int, ...]
     transposed: bool = False
+    part: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The path, and which part."""
+        return self.path if self.part is None else f"{self.path}[:, {self.part}]"
 
     def here(self, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Our array of a shape, float32, from the checkpoint's.
@@ -38,8 +47,10 @@ class Entry(NamedTuple):
 
     def there(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """The checkpoint's array, of a dtype, from ours."""
+        array = np.asarray(array)
+        array = array if self.part is None else array[:, self.part]
         if self.transposed:
-            array = np.asarray(array).reshape(self.shape[::-1]).T
+            array = array.reshape(self.shape[::-1]).T
         return np.ascontiguousarray(array.reshape(self.shape), dtype=dtype)
 
 
@@ -47,25 +58,32 @@ class Entry(NamedTuple):
 TIED = {
     "gpt": ("transformer.embeddings.word_embeddings.weight", "lm_head.weight"),
     "mamba": ("backbone.embedding.weight", "backbone.embeddings.weight", "lm_head.weight"),
+    "llama": ("embed_tokens.weight", "lm_head.weight"),
 }
 
 
-def skeleton(layers: tuple[str, ...]) -> str:
-    """`mamba` or `gpt`, by the mixers of a model."""
-    return "mamba" if "mamba" in layers else "gpt"
+def skeleton(config: DecoderConfig) -> str:
+    """`mamba`, `llama` or `gpt`, by the mixers of a model."""
+    if "mamba" in config.layers:
+        return "mamba"
+    softmax = config.mixers.get("linear", {}).get("kernel") == "softmax"
+    return "llama" if softmax and set(config.layers) == {"linear"} else "gpt"
 
 
-def entries(layers: tuple[str, ...], shapes: Shapes) -> Iterator[Entry]:
+def entries(config: DecoderConfig, shapes: Shapes) -> Iterator[Entry]:
     """Where every array of a checkpoint goes, the embedding first.
 
     Args:
-        layers: the mixers of the model.
+        config: the model.
         shapes: the shapes of our parameters by path.
     """
-    kind = skeleton(layers)
+    kind = skeleton(config)
     table = shapes["embedding/embedding"]
     yield Entry(TIED[kind][0], "embedding/embedding", table)
-    for i, mixer in enumerate(layers):
+    if kind == "llama":
+        yield from _llama(config, shapes)
+        return
+    for i, mixer in enumerate(config.layers):
         there = f"{'backbone' if kind == 'mamba' else 'transformer'}.layers.{i}."
         here = f"blocks/{i}/"
 
@@ -86,6 +104,29 @@ def entries(layers: tuple[str, ...], shapes: Shapes) -> Iterator[Entry]:
             yield entry("mlp.fc2.weight", "mlp/out/kernel", (E, F), True)
     last = "backbone.norm_f.weight" if kind == "mamba" else "transformer.ln_f.weight"
     yield Entry(last, "norm/scale", norm)
+
+
+def _llama(config, shapes):
+    table = shapes["embedding/embedding"]
+    E, _, F = shapes["blocks/0/mlp/up/kernel"]
+    for i in range(len(config.layers)):
+        there, here = f"layers.{i}.", f"blocks/{i}/"
+        yield Entry(there + "input_layernorm.weight", here + "mixer_norm/scale", (E,))
+        for name, path in (("q", "query"), ("k", "key"), ("v", "value")):
+            path = f"{here}mixer/{path}/kernel"
+            _, heads, size = shapes[path]
+            yield Entry(f"{there}self_attn.{name}_proj.weight", path, (heads * size, E), True)
+        path = here + "mixer/out/kernel"
+        heads, size, _ = shapes[path]
+        yield Entry(there + "self_attn.o_proj.weight", path, (E, heads * size), True)
+        yield Entry(there + "post_attention_layernorm.weight", here + "mlp_norm/scale", (E,))
+        for part, name in enumerate(("up", "gate")):
+            source = f"{there}mlp.{name}_proj.weight"
+            yield Entry(source, here + "mlp/up/kernel", (F, E), True, part)
+        yield Entry(there + "mlp.down_proj.weight", here + "mlp/out/kernel", (E, F), True)
+    yield Entry("norm.weight", "norm/scale", (E,))
+    if not config.tied:
+        yield Entry("lm_head.weight", "head/embedding", table)
 
 
 def _short_conv(shape):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_attn.convert.errors import ConvertError
+from lowrank_attn.convert.errors import ConvertError, expect
+from lowrank_attn.convert.llama_config import llama_config, published_llama
 from lowrank_attn.models.decoder_configs import DecoderConfig, based_layers
 
 # The class of a mixer, the last part of its `_target_`, and what it is here.
@@ -42,7 +43,7 @@ def read_config(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
     Args:
         config: `config.json` of BASED, of its attention or Mamba baseline, of mamba_ssm, or of a
-            Mamba of transformers.
+            Mamba, Llama or Mistral of transformers.
         shapes: name -> shape of the checkpoint's arrays; BASED's code widens the MLP to a multiple
             of 128 or 256, so its width is read off them.
 
@@ -56,11 +57,13 @@ def read_config(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
             return _mamba_ssm(config)
         if config.get("model_type") == "mamba":
             return _mamba_transformers(config)
+        if config.get("model_type") in ("llama", "mistral"):
+            return llama_config(config)
     except KeyError as error:
         raise ConvertError(f"config.json has no {error}, which the model needs.") from error
     raise ConvertError(
-        "config.json is not of BASED, its baselines or Mamba: expected 'n_embd', 'd_model' or "
-        f"model_type 'mamba', found {', '.join(sorted(config)[:12])}."
+        "config.json is not of BASED, its baselines, Mamba or Llama: expected 'n_embd', 'd_model' "
+        f"or model_type 'mamba', 'llama' or 'mistral', found {', '.join(sorted(config)[:12])}."
     )
 
 
@@ -72,6 +75,8 @@ def published_config(config: DecoderConfig) -> dict[str, Any]:
             the layout cannot express.
     """
     kinds, mixers = set(config.layers), config.mixers
+    if kinds == {"linear"} and mixers.get("linear", {}).get("kernel") == "softmax":
+        return published_llama(config)
     if kinds == {"mamba"}:
         ssm = {"state_size": "d_state", "conv_size": "d_conv", "expand": "expand"}
         options = mixers.get("mamba", {})
@@ -140,9 +145,9 @@ def published_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _gpt(config, shapes):
-    _expect(config, "activation_function", "swiglu", "gated MLPs only")
-    _expect(config, "rms_norm", True, "RMSNorm only")
-    _expect(config, "rotary_emb_base", 10000, "other bases are not supported")
+    expect(config, "activation_function", "swiglu", "gated MLPs only")
+    expect(config, "rms_norm", True, "RMSNorm only")
+    expect(config, "rotary_emb_base", 10000, "other bases are not supported")
     n_head = config["n_head"]
     parts = {name: config.get(name) or {} for name in ("mixer", "alt_mixer", "alt_mixer_2")}
     default = _mixer_name(parts["mixer"], "softmax")
@@ -190,8 +195,8 @@ def _gpt(config, shapes):
 
 
 def _mamba_ssm(config):
-    _expect(config, "rms_norm", True, "RMSNorm only")
-    _expect(config, "tie_embeddings", True, "tied embeddings only")
+    expect(config, "rms_norm", True, "RMSNorm only")
+    expect(config, "tie_embeddings", True, "tied embeddings only")
     ssm = config.get("ssm_cfg") or {}
     rank = ssm.get("dt_rank", "auto")
     return _mamba(
@@ -202,8 +207,8 @@ def _mamba_ssm(config):
 
 
 def _mamba_transformers(config):
-    _expect(config, "use_bias", False, "projections without bias only")
-    _expect(config, "use_conv_bias", True, "convolutions with bias only")
+    expect(config, "use_bias", False, "projections without bias only")
+    expect(config, "use_conv_bias", True, "convolutions with bias only")
     rank = config.get("time_step_rank", "auto")
     return _mamba(
         config["vocab_size"], config["hidden_size"], config["num_hidden_layers"],
@@ -237,8 +242,3 @@ def _mixer_name(part, default):
             f"{', '.join(_TARGETS)}."
         )
     return _TARGETS.get(target, default)
-
-
-def _expect(config, name, value, why):
-    if config.get(name, value) != value:
-        raise ConvertError(f"config.json has {name}={config[name]!r}, expected {value!r}: {why}.")

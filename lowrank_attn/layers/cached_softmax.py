@@ -21,6 +21,23 @@ class KeyValueCache(NamedTuple):
     length: jax.Array
 
 
+def empty_cache(
+    batch: int, max_length: int, key: tuple[int, ...], value: tuple[int, ...], dtype
+) -> KeyValueCache:
+    """A cache with room for max_length tokens, keys [H, D] and values [H, P] each.
+
+    Raises:
+        ValueError: if that is no room.
+    """
+    if max_length < 1:
+        raise ValueError(
+            f"max_length={max_length}, expected the length of the longest text: the cache of "
+            "softmax layers is made for it."
+        )
+    k, v = (jnp.zeros((batch, max_length, *sizes), dtype) for sizes in (key, value))
+    return KeyValueCache(k, v, jnp.zeros((batch,), jnp.int32))
+
+
 def cached_softmax(
     q: jax.Array,
     k: jax.Array,

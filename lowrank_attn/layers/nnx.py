@@ -141,7 +141,7 @@ class LinearAttention(nnx.Module):
         value_dim: P; None: width / num_heads.
         rule: name in `GATINGS`, a state-update rule with gates that are computed from x, or a
             `Gating`. Other rules than `additive` need a feature map and causal=True.
-        use_rotary: whether queries and keys are rotated by their positions.
+        use_rotary: whether queries and keys are rotated by their positions, with rotary_base.
         use_bias: whether the projections have a bias.
         dtype: dtype of the computation; None: that of inputs and parameters. States stay float32.
         rngs: key stream `params`.
@@ -166,6 +166,7 @@ class LinearAttention(nnx.Module):
         normalize: str | None = None,
         rule: str | Gating = "additive",
         use_rotary: bool = False,
+        rotary_base: float = 10000.0,
         use_bias: bool = True,
         chunk_size: int = 128,
         implementation=None,
@@ -180,7 +181,7 @@ class LinearAttention(nnx.Module):
         self.key = nnx.LinearGeneral(width, (H, qk_dim), **shared)
         self.value = nnx.LinearGeneral(width, (H, value_dim), **shared)
         self.out = nnx.LinearGeneral((num_heads, value_dim), width, axis=(-2, -1), **shared)
-        self.use_rotary = use_rotary
+        self.rotary_base = rotary_base if use_rotary else None
         self.gating = get_gating(rule)
         check_order(self.gating.rule, causal)
         self.attend = Attend(
@@ -228,9 +229,7 @@ class LinearAttention(nnx.Module):
         """
         gate = {name: variable[...] for name, variable in self.gate.items()}
         y, state = self.attend(
-            self._at(self.query(x), positions),
-            self._at(self.key(x), positions),
-            self.value(x),
+            *self.project(x, positions),
             gates=self.gating.apply(gate, x, self.num_kv_heads),
             mask=mask,
             segment_ids=segment_ids,
@@ -238,6 +237,12 @@ class LinearAttention(nnx.Module):
             initial_state=initial_state,
         )
         return self.out(y), state
+
+    def project(
+        self, x: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [B, T, Hq, D], keys [B, T, H, D] and values [B, T, H, P] of x [B, T, E]."""
+        return self._at(self.query(x), positions), self._at(self.key(x), positions), self.value(x)
 
     def key_features(self, x: jax.Array, *, positions: jax.Array | None = None) -> jax.Array:
         """Features phi(k) [B, T, H, M] of the tokens of x [B, T, E], for `features.statistics`.
@@ -251,9 +256,10 @@ class LinearAttention(nnx.Module):
         return self.attend.kernel(self.attend.params(), k, is_query=False, positions=positions)
 
     def _at(self, x, positions):
-        if not self.use_rotary:
+        if self.rotary_base is None:
             return x
-        return rotary(x, jnp.arange(x.shape[1]) if positions is None else positions)
+        at = jnp.arange(x.shape[1]) if positions is None else positions
+        return rotary(x, at, self.rotary_base)
 
 
 class AttentionFn(Attend):

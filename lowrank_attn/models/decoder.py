@@ -73,7 +73,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Pre-RMSNorm causal language model: embedding, blocks, final RMSNorm, the embedding as head.
+    """Pre-RMSNorm causal language model: embedding, blocks, final RMSNorm, a table as head.
 
     Positions enter only where a mixer uses them. The residual is float32. Matrices begin as
     N(0, 0.02^2), those of the `out` projections divided by sqrt(2 L) for L layers; what else a
@@ -87,6 +87,7 @@ class Decoder(nnx.Module):
         mlp_width: hidden size of the MLP; 0: blocks have none.
         vocab_multiple: the table is padded to a multiple of so many rows, which are logits too.
         norm_epsilon: epsilon of all RMSNorms.
+        tied: whether the embedding is the head's table too; otherwise it is `head` [V, E].
         remat: name in `REMAT`.
         dtype: dtype of the computation inside blocks and of the head's operands; None: that of the
             parameters.
@@ -107,6 +108,7 @@ class Decoder(nnx.Module):
         mlp_width: int = 0,
         vocab_multiple: int = 1,
         norm_epsilon: float = 1e-5,
+        tied: bool = True,
         remat: str = "none",
         dtype=None,
         param_dtype=jnp.float32,
@@ -118,7 +120,9 @@ class Decoder(nnx.Module):
         self.vocab_size = vocab_size
         self.remat = remat
         rows = -(-vocab_size // vocab_multiple) * vocab_multiple
-        self.embedding = nnx.Embed(rows, width, param_dtype=param_dtype, rngs=rngs)
+        table = functools.partial(nnx.Embed, rows, width, param_dtype=param_dtype, rngs=rngs)
+        self.embedding = table()
+        self.head = None if tied else table()
         self.blocks = nnx.List(
             [
                 Block(
@@ -183,8 +187,12 @@ class Decoder(nnx.Module):
         return self.norm(x), state
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Products with the embedding: [..., E] -> [..., V], float32."""
-        return tied_logits(x, self.embedding.embedding[...])
+        """Products with the head's table: [..., E] -> [..., V], float32."""
+        return table_logits(x, self.head_table())
+
+    def head_table(self) -> jax.Array:
+        """What hidden values are multiplied with for logits, [V, E]."""
+        return (self.embedding if self.head is None else self.head).embedding[...]
 
     def empty_state(self, batch: int, max_length: int = 0) -> DecoderState:
         """The state before the first token.
@@ -212,7 +220,7 @@ class Decoder(nnx.Module):
         nnx.update(self, state)
 
 
-def tied_logits(x: jax.Array, table: jax.Array) -> jax.Array:
+def table_logits(x: jax.Array, table: jax.Array) -> jax.Array:
     """Products of x [..., E] with the rows of a table [V, E], in x's dtype: [..., V] float32."""
     return jnp.dot(
         x,

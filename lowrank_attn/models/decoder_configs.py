@@ -21,6 +21,7 @@ class DecoderConfig:
     mlp_width: int = 0
     vocab_multiple: int = 1
     norm_epsilon: float = 1e-5
+    tied: bool = True
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DecoderConfig":
@@ -62,6 +63,21 @@ def based_mixers(num_heads: int, window: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def llama_mixer(
+    num_heads: int, num_kv_heads: int, head_dim: int, rotary_base: float = 10000.0
+) -> dict[str, Any]:
+    """Options of `linear` layers that are the attention of Llama."""
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "qk_dim": head_dim,
+        "value_dim": head_dim,
+        "kernel": "softmax",
+        "use_rotary": True,
+        "rotary_base": rotary_base,
+    }
+
+
 def _based(width, num_heads, layers, window=128):
     return DecoderConfig(
         vocab_size=50257,
@@ -81,6 +97,17 @@ def _attention(width, num_heads, num_layers, mlp_width):
         mixers={"softmax": {"num_heads": num_heads, "rotary_fraction": 0.5}},
         mlp_width=mlp_width,
         vocab_multiple=16,
+    )
+
+
+def _llama(width, num_heads, num_kv_heads, num_layers, mlp_width):
+    return DecoderConfig(
+        vocab_size=50257,
+        width=width,
+        layers=("linear",) * num_layers,
+        mixers={"linear": llama_mixer(num_heads, num_kv_heads, width // num_heads)},
+        mlp_width=mlp_width,
+        vocab_multiple=1,
     )
 
 
@@ -121,9 +148,11 @@ CONFIGS: dict[str, DecoderConfig] = {
     "mamba-360m": _mamba(50277, 1024, 46),
     "based-60m": _based(512, 8, based_layers(10, (1, 6), (2, 7))),
     "attn-60m": _attention(512, 8, 10, 1408),
+    "llama-60m": _llama(512, 8, 4, 10, 1408),
     "gpt2-small": _gpt2(768, 12, 12),
     "based-tiny": dataclasses.replace(_based(128, 4, _tiny_based, window=32), mlp_width=256),
     "attn-tiny": _attention(128, 4, 3, 512),
+    "llama-tiny": _llama(128, 4, 2, 3, 384),
     "gpt2-tiny": _gpt2(48, 2, 2),
     "mamba-tiny": _mamba(50257, 128, 3),
 }

@@ -16,7 +16,7 @@ from flax import nnx
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.layers import AttentionMethod
 from lowrank_attn.layers.attend import head_sizes
-from lowrank_attn.layers.cached_softmax import KeyValueCache, cached_softmax
+from lowrank_attn.layers.cached_softmax import KeyValueCache, cached_softmax, empty_cache
 from lowrank_attn.layers.causal_conv import causal_conv
 from lowrank_attn.layers.exact import softmax
 from lowrank_attn.layers.mamba import MambaState, continue_mamba, mamba
@@ -33,6 +33,9 @@ from lowrank_attn.ops.normalize import needs_denominator
 class LinearMixer(LinearAttention):
     """Causal `LinearAttention` of any kernel and rule, without biases.
 
+    The kernel `softmax`, with `use_rotary` and `num_kv_heads`, makes the attention of Llama; it
+    goes on from a `KeyValueCache`, other kernels that are no feature maps keep no state.
+
     Args:
         width: E.
         options: the other arguments of `LinearAttention`, `num_heads` among them.
@@ -41,15 +44,33 @@ class LinearMixer(LinearAttention):
 
     def __init__(self, width: int, *, use_bias: bool = False, rngs: nnx.Rngs, **options):
         super().__init__(width, causal=True, use_bias=use_bias, rngs=rngs, **options)
+        self.has_cache = options.get("kernel") == "softmax"
 
-    def empty_state(self, batch: int, max_length: int, dtype) -> State:
-        """Zeros.
+    def __call__(self, x, *, mask=None, segment_ids=None, positions=None, initial_state=None):
+        """Mix the tokens of x; see the head of this file."""
+        if not isinstance(initial_state, KeyValueCache):
+            return super().__call__(
+                x,
+                mask=mask,
+                segment_ids=segment_ids,
+                positions=positions,
+                initial_state=initial_state,
+            )
+        segment = None if segment_ids is None else segment_numbers(segment_ids)
+        tokens = real_and_segment(x, mask, segment)
+        y, state = cached_softmax(*self.project(x, positions), initial_state, *tokens)
+        return self.out(y), state
+
+    def empty_state(self, batch: int, max_length: int, dtype) -> State | KeyValueCache:
+        """Zeros; of `softmax`, room for max_length tokens.
 
         Raises:
-            ValueError: if the kernel keeps no state.
+            ValueError: if the kernel keeps no state, or that is no room.
         """
-        del max_length, dtype
         kernel = self.attend.kernel
+        if self.has_cache:
+            sizes = (self.key.out_features, self.value.out_features)
+            return empty_cache(batch, max_length, *sizes, dtype)
         if isinstance(kernel, AttentionMethod):
             raise ValueError(
                 "this model cannot go on from a state: a layer is `linear` with a kernel that is "
@@ -193,17 +214,12 @@ class SoftmaxAttention(nnx.Module):
         Raises:
             ValueError: if that is no room.
         """
-        if self.window is None and max_length < 1:
-            raise ValueError(
-                f"max_length={max_length}, expected the length of the longest text: the cache of "
-                "softmax layers is made for it."
-            )
-        size = max_length if self.window is None else self.window
-        # an array each, so that both can be donated
-        k, v = (jnp.zeros((batch, size, *self.qkv.out_features[1:]), dtype) for _ in range(2))
+        heads = self.qkv.out_features[1:]
         if self.window is None:
-            return KeyValueCache(k, v, jnp.zeros((batch,), jnp.int32))
-        return WindowState(k, v, jnp.zeros((batch, size), bool))
+            return empty_cache(batch, max_length, heads, heads, dtype)
+        # an array each, so that both can be donated
+        k, v = (jnp.zeros((batch, self.window, *heads), dtype) for _ in range(2))
+        return WindowState(k, v, jnp.zeros((batch, self.window), bool))
 
     def _rotate(self, x, positions):
         rotated, rest = jnp.split(x, (self.rotated,), axis=-1)

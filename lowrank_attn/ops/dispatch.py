@@ -9,6 +9,7 @@ from jax.extend import backend
 
 from lowrank_attn.ops import pallas_gpu, pallas_tpu, reference, xla
 from lowrank_attn.ops.arguments import Arguments, Method, State
+from lowrank_attn.ops.block_sizes import tpu_name
 
 IMPLEMENTATIONS = {
     "xla": xla,
@@ -41,8 +42,14 @@ def dispatch(
 
 
 def devices() -> dict[str, int]:
-    """The platforms of this process, and how many devices each has over all processes."""
-    return {name: client.device_count() for name, client in backend.backends().items()}
+    """The platforms of this process, and how many devices each has over all processes.
+
+    Also that of the mesh in scope, which a program may be compiled for without having it.
+    """
+    found = {name: client.device_count() for name, client in backend.backends().items()}
+    if "tpu" not in found and tpu_name():
+        found["tpu"] = jax.sharding.get_abstract_mesh().size
+    return found
 
 
 def _by_name(op, args, method, names):

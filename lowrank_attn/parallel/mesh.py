@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     ("up/bias", PartitionSpec("tensor")),  # [F]
     ("(out|down)/kernel", PartitionSpec("tensor", "fsdp")),  # [F, E]
     ("conv", PartitionSpec("tensor")),  # [F, K]
-    ("embedding/embedding", PartitionSpec("tensor", "fsdp")),  # [V, E]
+    ("(embedding|head)/embedding", PartitionSpec("tensor", "fsdp")),  # [V, E]
 )
 
 

@@ -1,0 +1,187 @@
+"""How a training step scales to many TPUs, from programs compiled ahead of time; none is run.
+
+    python -m experiments.scaling_aot --model=based-360m --rows=8 --remat=dots
+
+Every slice has the same rows per device, so a step should cost each device what it costs one. Each
+compilation is a process of its own, `experiments.lm --aot`. Writes `<out>.csv` and `<out>.md` after
+each; rows that are in the CSV file already are not compiled again.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+from experiments.aot import CHIPS, GIB
+from experiments.common import flags
+from experiments.common.flags import setting
+from experiments.flops import PEAK_FLOPS
+from lowrank_attn.features import FEATURE_MAPS
+from lowrank_attn.models.decoder import REMAT
+from lowrank_attn.models.decoder_configs import CONFIGS
+
+MFU = 0.4  # of the products, for times
+KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5p", "v6e": "TPU v6 lite"}
+IDEAL = {"data": 2, "fsdp": 3}  # times that parameters pass a device
+KEYS = ("model", "kernel", "rows", "length", "remat", "slice", "mesh")
+COLUMNS = (
+    *KEYS, "devices", "gib", "tflops", "flops_of_one", "bytes_of_one", "sent_mib", "ideal_mib",
+    "compute_ms", "link_ms", "efficiency", "overlapped",
+)  # fmt: skip
+NOTES = f"""# A training step on many TPUs, by the compiler
+
+Not measured on a TPU. Each line is a whole training step (gradients, AdamW, bfloat16), compiled by
+libtpu for a slice, with `rows` rows of `length` tokens per device.
+
+* `gib`: memory of a device. `does not fit`: the compiler found no room.
+* `tflops`: operations of a device by formula (`experiments.flops`), in 10^12.
+* `flops_of_one`, `bytes_of_one`: the compiler's count of operations, and of bytes read and written,
+  of a device over those of the same step on one device; 1 is ideal. It has loops once and Pallas
+  kernels not at all, on all lines alike.
+* `sent_mib`: what a device sends along rings, all collectives of the step. `ideal_mib`: with n
+  devices and P parameters 2 (n - 1) / n of 2 P bytes with `data` (gradients in bfloat16, once),
+  3 (n - 1) / n of 2 P bytes with `fsdp` (parameters for both passes, gradients scattered).
+* `compute_ms`: `tflops` at {MFU:.0%} of the peak. `link_ms`: `sent_mib` over two links, one in each
+  direction of a ring along one axis of the torus, at their rates in "How to Scale Your Model".
+  `efficiency`: compute over compute and link one after another; `overlapped`: if one hides the
+  other. Latency, stragglers, input and links shared by several rings are left out.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Compile the training step of a language model for slices of growing size."""
+
+    model: str = setting("based-tiny", "shape", choices=tuple(CONFIGS))
+    kernel: str = setting("llops", "of linear layers", choices=tuple(FEATURE_MAPS))
+    slices: str = setting("v5e:1x1,v5e:2x2,v5e:4x4,v5e:8x8,v5e:16x16", "the first has one device")
+    axes: str = setting("data,fsdp", "of the mesh, all devices along one")
+    rows: int = setting(8, "per device")
+    length: int = setting(2048, "tokens of a row")
+    remat: str = setting("none", "what of a block is computed again", choices=tuple(REMAT))
+    out: str = setting("experiments/results/aot_scaling", "files to write, without suffix")
+
+    def __post_init__(self) -> None:
+        """Refuse slices and axes that the table has not.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        for slice_ in self.slices.split(","):
+            if not re.fullmatch(rf"({'|'.join(KINDS)}):\d+(x\d+)+", slice_):
+                raise ValueError(
+                    f"slices={self.slices!r} has {slice_!r}, expected one of {', '.join(KINDS)} "
+                    "and a shape, such as v5e:4x4."
+                )
+        if unknown := set(self.axes.split(",")) - IDEAL.keys():
+            raise ValueError(f"axes={self.axes!r} has {unknown}, expected {', '.join(IDEAL)}.")
+
+
+def compile_line(config: Config, slice_: str, axis: str) -> dict[str, Any]:
+    """Compile for one slice; what `experiments.lm --aot` says.
+
+    Raises:
+        RuntimeError: with its message, if it fails.
+    """
+    count = devices(slice_)
+    command = [
+        sys.executable, "-m", "experiments.lm", f"--aot={slice_}", f"--mesh={axis}={count}",
+        f"--model={config.model}", f"--kernel={config.kernel}", f"--length={config.length}",
+        f"--batch_size={config.rows * count}", "--accumulate=1", f"--remat={config.remat}",
+        "--dtype=bfloat16",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{slice_}, {axis}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def devices(slice_: str) -> int:
+    """The number of devices of a slice with one per chip, such as v5e:4x4."""
+    return math.prod(int(size) for size in slice_.partition(":")[2].split("x"))
+
+
+def line(report: dict[str, Any], one: dict[str, Any] | None, axis: str) -> dict[str, Any]:
+    """A line of the table from a report, and that of one device."""
+    if not report["fits"]:
+        return {"gib": "does not fit"}
+    n = report["devices"]
+    generation = report["topology"].partition(":")[0]
+    sent = sum(each["sent"] for each in report["collectives"].values())
+    found: dict[str, Any] = {
+        "gib": report["peak_bytes"] / GIB,
+        "tflops": report["model_flops"] / 1e12,
+        "sent_mib": sent / 2**20,
+        "ideal_mib": IDEAL[axis] * (n - 1) / n * 2 * report["parameters"] / 2**20,
+        "compute_ms": 1e3 * report["model_flops"] / (MFU * PEAK_FLOPS[KINDS[generation]]),
+        "link_ms": 1e3 * sent / (2 * (CHIPS[generation].link or 0)),
+    }
+    compute, link = found["compute_ms"], found["link_ms"]
+    found |= {"efficiency": compute / (compute + link), "overlapped": compute / max(compute, link)}
+    if one is not None and one["fits"]:
+        found |= {
+            "flops_of_one": report["flops"] / one["flops"],
+            "bytes_of_one": report["bytes_accessed"] / one["bytes_accessed"],
+        }
+    return found
+
+
+def write(lines: list[dict[str, str]], out: pathlib.Path) -> None:
+    """Write the table as CSV and as markdown, each in one piece."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(out.name + ".tmp")
+    with open(unfinished, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(lines)
+    unfinished.replace(f"{out}.csv")
+    table = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    table += [[each.get(name) or "" for name in COLUMNS] for each in lines]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+    unfinished.write_text(f"{NOTES}\n{text}\n")
+    unfinished.replace(f"{out}.md")
+
+
+def run(config: Config) -> None:
+    """Compile what is not in the table yet."""
+    out = pathlib.Path(config.out)
+    lines: list[dict[str, str]] = []
+    if pathlib.Path(f"{out}.csv").exists():
+        with open(f"{out}.csv", newline="") as file:
+            lines = [*csv.DictReader(file)]
+    one = None
+    for slice_ in config.slices.split(","):
+        for axis in config.axes.split(",") if devices(slice_) > 1 else ["data"]:
+            mesh = f"{axis}={devices(slice_)}"
+            values = {**vars(config), "slice": slice_, "mesh": mesh}
+            key = {name: str(values[name]) for name in KEYS}
+            known = [{name: each[name] for name in KEYS} for each in lines]
+            at = known.index(key) if key in known else len(lines)
+            if at < len(lines) and devices(slice_) > 1:
+                continue
+            report = compile_line(config, slice_, axis)
+            one = report if devices(slice_) == 1 else one
+            found = line(report, one, axis)
+            cells = {n: f"{x:.3g}" if isinstance(x, float) else str(x) for n, x in found.items()}
+            new = {**key, "devices": str(devices(slice_)), **cells}
+            lines[at : at + 1] = [new]
+            write(lines, out)
+            print(" ".join(f"{name}={x}" for name, x in new.items()), file=sys.stderr)
+
+
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    try:
+        run(flags.parse(Config, argv))
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
