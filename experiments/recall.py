@@ -8,10 +8,8 @@ same command goes on with those that are missing. `--quick` takes minutes on a C
 """
 
 import concurrent.futures
-import csv
 import dataclasses
 import functools
-import io
 import itertools
 import os
 import pathlib
@@ -24,7 +22,7 @@ import jax
 
 from experiments.common import flags
 from experiments.common.flags import setting
-from experiments.common.record import write_text
+from experiments.common.record import read_table, write_table, write_text
 from experiments.recall_cells import KERNELS, Cell, check_kernels, groups
 from experiments.recall_data import MIXES
 from experiments.recall_report import COLUMNS, cell_of, markdown, plot
@@ -121,21 +119,6 @@ def describe(protocol: Protocol) -> str:
     )
 
 
-def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows that an earlier process wrote.
-
-    Raises:
-        ValueError: if the file has other columns.
-    """
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise ValueError(f"out: {path} is not a table of this experiment; name another file.")
-        return list(reader)
-
-
 def missing(config: Config, rows: Iterable[Mapping[str, Any]]) -> list[tuple[Cell, list[Run]]]:
     """The cells that are wanted, each once, with the runs that have no rows yet."""
     protocol = describe(config.protocol())
@@ -151,11 +134,7 @@ def missing(config: Config, rows: Iterable[Mapping[str, Any]]) -> list[tuple[Cel
 
 def write(rows: Sequence[Mapping[str, Any]], config: Config) -> None:
     """Write the table as CSV (exact numbers) and markdown, each in one piece."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS)
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(f"{config.out}.csv", text.getvalue())
+    write_table(f"{config.out}.csv", COLUMNS, rows)
     write_text(f"{config.out}.md", markdown(rows, groups(KERNELS, config.quick)))
 
 
@@ -196,7 +175,7 @@ def run(config: Config) -> None:
     """Train what is missing, writing after each cell."""
     out = pathlib.Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = read(pathlib.Path(f"{out}.csv"))
+    rows = read_table(f"{out}.csv", COLUMNS)
     work = missing(config, rows)
     protocol = config.protocol()
     names = dict.fromkeys(cell.data for cell, _ in work)

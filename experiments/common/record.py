@@ -1,7 +1,9 @@
 """The record of a finished run: what was run, on what, and what came out."""
 
+import csv
 import datetime
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
@@ -9,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +41,32 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """What `write_json` wrote."""
     return json.loads(pathlib.Path(path).read_text())
+
+
+def write_table(
+    path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write rows as CSV, in one piece."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def read_table(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows that `write_table` wrote, as texts; none if there is no file.
+
+    Raises:
+        ValueError: if the file has other columns.
+    """
+    if not pathlib.Path(path).exists():
+        return []
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != tuple(columns):
+            raise ValueError(f"out: {path} is not a table of this experiment; name another file.")
+        return list(reader)
 
 
 def write_result(
