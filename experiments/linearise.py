@@ -33,6 +33,7 @@ from experiments.common.phase import NonFiniteError
 from experiments.common.record import read_json, write_json, write_result
 from experiments.common.tokenizer import load_tokenizer
 from experiments.linearise_fit import LayerFitter, calibrated_options, first_sample, with_fitted
+from experiments.lm_start import Start
 from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TextSettings, TokenText, load_text
 from lowrank_attn.convert import read_checkpoint, with_kernel
@@ -164,7 +165,7 @@ def perplexity(config: Config, text: TokenText, decoder: DecoderConfig, params: 
     """On the validation rows of tuning."""
     nested = nnx.to_pure_dict(nnx.state(build(decoder, params)))
     tuning = config.tuning()
-    phase, _ = lm.make_phase(tuning, lm.Start(decoder, nested, None), text)
+    phase, _ = lm.make_phase(tuning, Start(decoder, nested, None), text)
     return float(np.exp(lm.validate(tuning, phase, nested)["loss"]))
 
 

@@ -16,6 +16,7 @@ from experiments.common.module import PureModule
 from experiments.flops import peak_flops, training_flops
 from experiments.lm_objective import next_token
 from experiments.lm_settings import RECIPES, Config, choose_recipe
+from experiments.lm_start import Start
 from lowrank_attn.models.decoder_configs import CONFIGS, DecoderConfig
 from lowrank_attn.models.folder import arrays_of, build, load_decoder, save_decoder
 
@@ -166,7 +167,7 @@ def test_command_learns_and_leaves_what_it_promises(command, tmp_path, monkeypat
 def inputs(run_dir, decoder):
     config = Config(**json.loads((run_dir / "result.json").read_text())["config"])
     text = lm.load_text(config, lm.load_tokenizer("bytes"), progress=False)
-    return config, lm.Start(decoder, None, None), text
+    return config, Start(decoder, None, None), text
 
 
 def test_stopped_run_continues_bit_for_bit(command, tmp_path, monkeypatch):
