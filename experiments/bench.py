@@ -45,7 +45,7 @@ COLUMNS = [
 FORWARD_TOLERANCE, BACKWARD_TOLERANCE = 6e-3, 1.2e-2
 KERNELS = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}
 SHORT = 4096  # tokens up to which the time of kernels is looked at, as calls wait for Python
-COMPILED_AHEAD = 4  # rows, at the same time; none is compiled while another one is timed
+COMPILED_AHEAD = 8  # rows, at the same time; none is compiled while another one is timed
 
 
 class Row(NamedTuple):
@@ -69,9 +69,14 @@ def compiled(row: Row) -> tuple[bench_timing.Ready, float] | None:
         if rel_err < limit:
             return row.prepare(row.case), rel_err
         logging.error("left out, relative error %.1e >= %.1e: %s", rel_err, limit, row)
-    except (NotImplementedError, ValueError, RuntimeError) as e:
-        logging.warning("left out, %s: %s", str(e).splitlines()[0], row)
+    except Exception as e:  # whatever a peer raises, the other rows are measured
+        _left_out(row, e)
     return None
+
+
+def _left_out(row, error):
+    reason = str(error).splitlines() or [""]
+    logging.warning("left out, %s: %s: %s", type(error).__name__, reason[0], row)
 
 
 def measured(rows: list[Row], repeats: int, peaks: tuple[float, float]) -> Iterator[dict]:
@@ -84,8 +89,8 @@ def measured(rows: list[Row], repeats: int, peaks: tuple[float, float]) -> Itera
             if it is not None:
                 try:
                     yield timed(row, *it, repeats, peaks)
-                except RuntimeError as e:  # out of memory
-                    logging.warning("left out, %s: %s", str(e).splitlines()[0], row)
+                except Exception as e:  # such as memory that ends
+                    _left_out(row, e)
 
 
 def timed(

@@ -78,6 +78,16 @@ def test_a_peer_that_is_not_there_is_left_out_aloud(caplog):
     assert "left out" in caplog.text
 
 
+def test_a_peer_that_breaks_does_not_end_the_others(monkeypatch, caplog):
+    def broken(case, implementation):
+        raise TypeError("'NoneType' object is not a mapping")
+
+    monkeypatch.setattr(bench_fla, "ready", broken)
+    rows = [bench.Row(SMALL, "fla_chunk_linear_attn"), bench.Row(SMALL, "xla")]
+    assert [line["implementation"] for line in bench.measured(rows, 1, PEAKS)] == ["xla"]
+    assert "TypeError: 'NoneType' object is not a mapping" in caplog.text
+
+
 def test_errors_are_seen():
     """The error of outputs that are a little off is what it should be."""
     it = bench_timing.ready(SMALL, "xla")

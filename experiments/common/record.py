@@ -20,20 +20,20 @@ from experiments.common.plot import read_rows
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write JSON as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
-
-
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file so that it is either absent, as it was, or complete."""
     path = pathlib.Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write JSON so that the file is either absent, as it was, or complete."""
+    write_text(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -1,4 +1,4 @@
-"""Shapes of language models by name: published ones, and tiny ones for tests and first runs."""
+"""Shapes of language models by name: published ones, and small ones for tests and first runs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -120,6 +120,8 @@ CONFIGS: dict[str, DecoderConfig] = {
     "attn-360m": _attention(1024, 16, 24, 2816),
     "mamba-360m": _mamba(50277, 1024, 46),
     "gpt2-small": _gpt2(768, 12, 12),
+    "based-60m": _based(512, 8, based_layers(10, (1, 6), (2, 7))),
+    "attn-60m": _attention(512, 8, 10, 1408),
     "based-tiny": dataclasses.replace(_based(128, 4, _tiny_based, window=32), mlp_width=256),
     "attn-tiny": _attention(128, 4, 3, 512),
     "gpt2-tiny": _gpt2(48, 2, 2),
