@@ -70,7 +70,8 @@ def trained_heads(
     """Train, and sample queries and keys of the chosen attention layers from new sequences.
 
     One short convolution, then `layers` layers of attention with scores (q . k)^degree, one head
-    of the full width each, no MLPs and no positions.
+    of the full width each, no MLPs and no positions. Projections to queries and keys begin as
+    N(0, 1 / width), the other matrices as those of `Decoder`.
 
     Returns:
         The heads, `rows` tokens of each, and the accuracy of recall on new sequences.
@@ -86,6 +87,10 @@ def trained_heads(
         {"linear": {"num_heads": 1, "kernel": "poly", "options": {"degree": degree}}},
         rngs=nnx.Rngs(degree),
     )
+    for block in model.blocks:
+        if hasattr(block.mixer, "query"):  # scores of order one, or their powers begin near zero
+            for matrix in (block.mixer.query.kernel, block.mixer.key.kernel):
+                matrix.set_value(matrix[...] * (width**-0.5 / 0.02))
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     batches = jax.tree.map(lambda x: jnp.asarray(x.reshape(EPOCH, BATCH, -1)), train)
     schedule = optimizer.learning_rate_schedule("cosine", learning_rate, steps // 10, steps)
