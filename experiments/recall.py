@@ -22,7 +22,7 @@ import jax
 
 from experiments.common import flags
 from experiments.common.flags import setting
-from experiments.common.record import read_table, write_table, write_text
+from experiments.common.record import read_csv, write_csv, write_text
 from experiments.recall_cells import KERNELS, Cell, check_kernels, groups
 from experiments.recall_data import MIXES
 from experiments.recall_report import COLUMNS, cell_of, markdown, plot
@@ -134,7 +134,7 @@ def missing(config: Config, rows: Iterable[Mapping[str, Any]]) -> list[tuple[Cel
 
 def write(rows: Sequence[Mapping[str, Any]], config: Config) -> None:
     """Write the table as CSV (exact numbers) and markdown, each in one piece."""
-    write_table(f"{config.out}.csv", COLUMNS, rows)
+    write_csv(f"{config.out}.csv", COLUMNS, rows)
     write_text(f"{config.out}.md", markdown(rows, groups(KERNELS, config.quick)))
 
 
@@ -175,7 +175,7 @@ def run(config: Config) -> None:
     """Train what is missing, writing after each cell."""
     out = pathlib.Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = read_table(f"{out}.csv", COLUMNS)
+    rows = read_csv(f"{out}.csv", COLUMNS)
     work = missing(config, rows)
     protocol = config.protocol()
     names = dict.fromkeys(cell.data for cell, _ in work)

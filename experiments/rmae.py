@@ -20,7 +20,7 @@ import numpy as np
 
 from experiments.common import flags
 from experiments.common.flags import setting
-from experiments.common.record import read_table, write_table, write_text
+from experiments.common.record import read_csv, write_csv, write_text
 from experiments.rmae_model import Heads, read_heads, trained_heads
 from experiments.rmae_report import COLUMNS, PUBLISHED, markdown
 from lowrank_attn.features import FeatureMap, llops, mlp
@@ -205,7 +205,7 @@ def run(config: Config) -> None:
     """Compare what is missing, writing after each method."""
     out = pathlib.Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = read_table(f"{out}.csv", COLUMNS)
+    rows = read_csv(f"{out}.csv", COLUMNS)
     name = flags.config_hash(config)
     lines = "".join(f"    {line}\n" for line in flags.format_config(config).splitlines())
     settings = f"\nSettings {name}:\n\n{lines}"
@@ -223,7 +223,7 @@ def run(config: Config) -> None:
                 row |= {"settings": name, "degree": degree, "layer": layer, "method": method}
                 row |= {"features": config.features, "recall": recall}
                 rows.append(row | {"published": printed[i] if i < 3 and printed else ""})
-            write_table(f"{out}.csv", COLUMNS, rows)
+            write_csv(f"{out}.csv", COLUMNS, rows)
             write_text(f"{out}.md", markdown(rows) + settings)
             print(f"p={degree} {method}: {rows[-1]['rmae']:.3f} in the last layer", file=sys.stderr)
 

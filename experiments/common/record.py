@@ -51,6 +51,21 @@ def write_csv(
     write_text(path, text.getvalue())
 
 
+def read_csv(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows that `write_csv` wrote, as texts; none if there is no file.
+
+    Raises:
+        ValueError: if the file has other columns.
+    """
+    if not pathlib.Path(path).exists():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != tuple(columns):
+            raise ValueError(f"out: {path} is not a table of this experiment; name another file.")
+        return list(reader)
+
+
 def code_version(*files: str | os.PathLike[str]) -> str:
     """12 hexadecimal digits that change with the library and with these files."""
     library = pathlib.Path(lowrank_attn.__file__).parent
