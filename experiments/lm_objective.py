@@ -106,9 +106,12 @@ def _total(
     if mesh is None:
         return _head_total(table, x, targets, weights)
     # every device has the sum of its tokens' losses, and their gradient is summed up once
-    rows = row_axes(mesh, len(tokens))
-    axes = (*rows, *(("context",) if tokens.shape[1] % mesh.shape["context"] == 0 else ()))
-    spec = PartitionSpec(rows, "context" if "context" in axes else None)
+    rows = tuple(axis for axis in row_axes(mesh, len(tokens)) if mesh.shape[axis] > 1)
+    size = mesh.shape["context"]
+    context = ("context",) if size > 1 and tokens.shape[1] % size == 0 else ()
+    axes, spec = (*rows, *context), PartitionSpec(rows, context)
+    if not axes:
+        return _head_total(table, x, targets, weights)
 
     def on_each(table, *tokens):
         return jax.lax.psum(_head_total(vary(table, frozenset(axes)), *tokens), axes)
