@@ -254,9 +254,9 @@ def main(argv: list[str]) -> None:
     config = flags.parse(Config, argv, settings_of_preset)
     try:
         summary = compile_ahead(config) if config.aot else run(config)
-    except (DataError, CheckpointError, NonFiniteError, ValueError) as error:
+    except (CheckpointError, NonFiniteError, DataError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, (DataError, ValueError)) else 1)
+        sys.exit(1 if isinstance(error, (CheckpointError, NonFiniteError)) else 2)
     print(json.dumps(summary))
 
 

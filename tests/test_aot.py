@@ -85,7 +85,7 @@ def test_a_step_of_an_encoder(tmp_path):
 @pytest.mark.slow
 def test_what_does_not_fit_is_said():
     found = report(*LM, "--aot=v5e:1x1", "--batch_size=65536")
-    assert found["fits"] is False and "hbm" in found["needed"]
+    assert found["fits"] is False and "HBM" in found["needed"]
 
 
 @needs_libtpu
