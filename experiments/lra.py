@@ -21,8 +21,10 @@ from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import at_chance, evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
-from experiments.common.placement import check_divides, make_mesh, on_mesh
+from experiments.common.placement import check_divides, jit_evaluation, make_mesh
 from experiments.common.plot import plot_run
+from experiments.common.processes import ProcessesError, first_alone, is_first
+from experiments.common.processes import start as start_processes
 from experiments.common.record import timing, write_result
 from experiments.common.train import train
 from experiments.lra_settings import Config
@@ -166,22 +168,23 @@ def check_mesh(config: Config) -> Mesh:
     return mesh
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any] | None:
     """Load the data, train, test, and leave everything in the run's folder.
 
     Returns:
-        The summary that `main` prints.
+        The summary that `main` prints, in process 0.
     """
     mesh = check_mesh(config)
     options = flags.parse_options("task_options", config.task_options)
-    task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
+    with first_alone("load"):
+        task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
     phases, classification = make_phases(config, task)
     described = flags.to_dict(config, changes_result=True) | {"data": task.fingerprint}
     outcome = train(phases, config, run_dir, described, task.vocabulary)
     tested = evaluate(
-        jax.jit(on_mesh(classification.evaluate, mesh)),
+        jit_evaluation(classification.evaluate, mesh),
         outcome.params,
         task.splits["test"],
         config.batch_size,
@@ -189,6 +192,8 @@ def run(config: Config) -> dict[str, Any]:
         mesh=mesh,
     )
     assert tested is not None
+    if not is_first():
+        return None
     plot_run(run_dir)
     reference = task.reference_lines()
     chance = reference["majority class"]
@@ -230,6 +235,7 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_preset(config):
+        start_processes(config)
         name, settings = presets.resolve(
             config.preset, config.task, config.kernel, jax.default_backend()
         )
@@ -241,13 +247,14 @@ def main(argv: list[str]) -> None:
             )
         return {**settings, "preset": name}
 
-    config = flags.parse(Config, argv, settings_of_preset)
     try:
+        config = flags.parse(Config, argv, settings_of_preset)
         summary = run(config)
-    except (DataError, CheckpointError, NonFiniteError, ValueError) as error:
+    except (DataError, CheckpointError, NonFiniteError, ProcessesError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, (DataError, ValueError)) else 1)
-    print(json.dumps(summary))
+    if summary is not None:
+        print(json.dumps(summary))
 
 
 if __name__ == "__main__":
