@@ -1,5 +1,6 @@
 """Models and training over meshes of simulated devices: against one device, and what is refused."""
 
+import csv
 import json
 import os
 import pathlib
@@ -10,8 +11,9 @@ import jax
 import pytest
 from conftest import FLOAT32_TOLERANCE, normal
 from flax import nnx
-from small_lm import write_text
+from small_lm import SMALL, write_text
 
+from experiments import scaling
 from experiments.common import placement, plot
 from experiments.common.train_step import abstract_steps
 from experiments.lm_settings import Config, check_mesh
@@ -154,3 +156,21 @@ def test_program_without_running():
     _, metrics = steps.lower(state, batches).out_info
     assert metrics["loss"].shape == (2,)
     assert placement.place({"x": normal(0, 3, 2)}, 3, mesh)["x"].sharding.mesh == mesh
+
+
+def test_scaling_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(CONFIGS, "based-tiny", SMALL)
+    arguments = [
+        "scaling", "--model=based-tiny", "--batch_size=2", "--length=16", "--steps=1",
+        "--repeats=1", "--dtype=float32", f"--out={tmp_path / 'table'}",
+    ]  # fmt: skip
+    scaling.main([*arguments, "--meshes=fsdp=1"])
+    one, other = csv.DictReader((tmp_path / "table.csv").read_text().splitlines())
+    assert (one["mesh"], one["efficiency"], other["mesh"]) == ("data=1", "1.0", "fsdp=1")
+    ratio = float(other["tokens_per_second"]) / float(one["tokens_per_second"])
+    assert float(other["efficiency"]) == pytest.approx(ratio)
+    assert one["loss"] == other["loss"] and one["length"] == "16"
+    assert "| fsdp=1 |" in (tmp_path / "table.md").read_text()
+    with pytest.raises(SystemExit) as stop:
+        scaling.main([*arguments, "--meshes=context=2"])
+    assert stop.value.code == 2 and "mesh='context=2'" in capsys.readouterr().err
