@@ -43,6 +43,8 @@ _COMMON: Mapping[str, Settings] = {
         "clip": "value",
         "clip_at": 1.0,
         "eval_every": 1000,
+        # Ours: at these rates a kernel that can single out no token does not learn ListOps.
+        "kernel_options": {"llops": "scale=2"},
     },
     # "Never Train from Scratch" (Amos et al. 2024), masked, the size of Long Range Arena: sizes,
     # mask ratio, rates, pooling and batch from its repository and table 4. It trains each phase for
@@ -165,7 +167,7 @@ def _causal(task: str) -> dict[str, Any]:
 def _small(task: str) -> dict[str, Any]:
     """Ours: that protocol at Skyformer's sizes and batch, most likely that of LLoPS' table 2."""
     masked, skyformer = _masked(task), {**_COMMON["skyformer"], **_TASKS["skyformer"][task]}
-    sizes = ("num_layers", "width", "num_heads", "mlp_width", "batch_size")
+    sizes = ("num_layers", "width", "num_heads", "mlp_width", "batch_size", "kernel_options")
     head_width = masked["head_width"] and skyformer["width"]
     return {**masked, **{name: skyformer[name] for name in sizes}, "head_width": head_width}
 
