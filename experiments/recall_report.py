@@ -27,7 +27,7 @@ warm-up and no clipping. `accuracy`: percent, the mean over the test's (length, 
 rate, then the standard deviation over seeds if there are several; two of the mix are given apart
 (1024,256 is four times longer than what is trained on). `published` does not say which of them it
 is. `effective rank`: of the keys' features before and after training, of the training data's
-longest sequences. `forward ms`: the attention layer alone, as `xla` computes it, for one batch of
+longest sequences. `forward ms`: the attention layer alone, for one batch of
 the longest training sequences. `seconds`: training and tests of all rates and seeds of the row at
 once. `llops_paper`: the plain product of projections with parameters for queries and keys, after an
 RMS norm of both, whose output is RMS-normalised; the paper does not say how it normalises.
