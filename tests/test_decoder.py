@@ -104,7 +104,7 @@ def test_nothing_reaches_back_or_across_documents(name):
 
     def loss(state, embedded):
         model = nnx.merge(graph, state)
-        model.embedding = lambda tokens: embedded
+        model.embed = lambda tokens: embedded
         hidden, _ = model.hidden(ids, segment_ids=segments)
         return jnp.sum(hidden[:, 30] ** 2)
 
