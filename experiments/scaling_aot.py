@@ -27,7 +27,7 @@ from lowrank_attn.models.decoder_configs import CONFIGS
 
 MFU = 0.4  # of the products, for times
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5p", "v6e": "TPU v6 lite"}
-IDEAL = {"data": 2, "fsdp": 3}  # times that parameters pass a device
+FSDP = 16  # most devices that parameters are cut over; the rest is along `data`
 KEYS = ("model", "kernel", "rows", "length", "remat", "slice", "mesh")
 COLUMNS = (
     *KEYS, "devices", "gib", "tflops", "flops_of_one", "bytes_of_one", "sent_mib", "ideal_mib",
@@ -43,9 +43,10 @@ libtpu for a slice, with `rows` rows of `length` tokens per device.
 * `flops_of_one`, `bytes_of_one`: the compiler's count of operations, and of bytes read and written,
   of a device over those of the same step on one device; 1 is ideal. It has loops once and Pallas
   kernels not at all, on all lines alike.
-* `sent_mib`: what a device sends along rings, all collectives of the step. `ideal_mib`: with n
-  devices and P parameters 2 (n - 1) / n of 2 P bytes with `data` (gradients in bfloat16, once),
-  3 (n - 1) / n of 2 P bytes with `fsdp` (parameters for both passes, gradients scattered).
+* `sent_mib`: what a device sends along rings, all collectives of the step. `ideal_mib`, of P
+  parameters: 3 (f - 1) / f of 2 P bytes for f devices along `fsdp` (bfloat16 parameters for both
+  passes, gradients scattered), and 2 (d - 1) / d of 2 P / f bytes for d devices along `data`
+  (gradients once).
 * `compute_ms`: `tflops` at {MFU:.0%} of the peak. `link_ms`: `sent_mib` over two links, one in each
   direction of a ring along one axis of the torus, at their rates in "How to Scale Your Model".
   `efficiency`: compute over compute and link one after another; `overlapped`: if one hides the
@@ -60,7 +61,7 @@ class Config:
     model: str = setting("based-tiny", "shape", choices=tuple(CONFIGS))
     kernel: str = setting("llops", "of linear layers", choices=tuple(FEATURE_MAPS))
     slices: str = setting("v5e:1x1,v5e:2x2,v5e:4x4,v5e:8x8,v5e:16x16", "the first has one device")
-    axes: str = setting("data,fsdp", "of the mesh, all devices along one")
+    axes: str = setting("data,fsdp", f"data: all devices; fsdp: up to {FSDP}, the rest along data")
     rows: int = setting(8, "per device")
     length: int = setting(2048, "tokens of a row")
     remat: str = setting("none", "what of a block is computed again", choices=tuple(REMAT))
@@ -78,26 +79,25 @@ class Config:
                     f"slices={self.slices!r} has {slice_!r}, expected one of {', '.join(KINDS)} "
                     "and a shape, such as v5e:4x4."
                 )
-        if unknown := set(self.axes.split(",")) - IDEAL.keys():
-            raise ValueError(f"axes={self.axes!r} has {unknown}, expected {', '.join(IDEAL)}.")
+        if unknown := set(self.axes.split(",")) - {"data", "fsdp"}:
+            raise ValueError(f"axes={self.axes!r} has {unknown}, expected data, fsdp.")
 
 
-def compile_line(config: Config, slice_: str, axis: str) -> dict[str, Any]:
+def compile_line(config: Config, slice_: str, mesh: str) -> dict[str, Any]:
     """Compile for one slice; what `experiments.lm --aot` says.
 
     Raises:
         RuntimeError: with its message, if it fails.
     """
-    count = devices(slice_)
     command = [
-        sys.executable, "-m", "experiments.lm", f"--aot={slice_}", f"--mesh={axis}={count}",
+        sys.executable, "-m", "experiments.lm", f"--aot={slice_}", f"--mesh={mesh}",
         f"--model={config.model}", f"--kernel={config.kernel}", f"--length={config.length}",
-        f"--batch_size={config.rows * count}", "--accumulate=1", f"--remat={config.remat}",
-        "--dtype=bfloat16",
+        f"--batch_size={config.rows * devices(slice_)}", f"--remat={config.remat}",
+        "--accumulate=1", "--dtype=bfloat16",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{slice_}, {axis}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{slice_}, {mesh}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -106,18 +106,19 @@ def devices(slice_: str) -> int:
     return math.prod(int(size) for size in slice_.partition(":")[2].split("x"))
 
 
-def line(report: dict[str, Any], one: dict[str, Any] | None, axis: str) -> dict[str, Any]:
+def line(report: dict[str, Any], one: dict[str, Any] | None) -> dict[str, Any]:
     """A line of the table from a report, and that of one device."""
     if not report["fits"]:
         return {"gib": "does not fit"}
-    n = report["devices"]
+    data, fsdp = (report["mesh"][axis] for axis in ("data", "fsdp"))
+    gathered = 3 * (fsdp - 1) / fsdp + 2 * (data - 1) / data / fsdp
     generation = report["topology"].partition(":")[0]
     sent = sum(each["sent"] for each in report["collectives"].values())
     found: dict[str, Any] = {
         "gib": report["peak_bytes"] / GIB,
         "tflops": report["model_flops"] / 1e12,
         "sent_mib": sent / 2**20,
-        "ideal_mib": IDEAL[axis] * (n - 1) / n * 2 * report["parameters"] / 2**20,
+        "ideal_mib": gathered * 2 * report["parameters"] / 2**20,
         "compute_ms": 1e3 * report["model_flops"] / (MFU * PEAK_FLOPS[KINDS[generation]]),
         "link_ms": 1e3 * sent / (2 * (CHIPS[generation].link or 0)),
     }
@@ -157,16 +158,17 @@ def run(config: Config) -> None:
     one = None
     for slice_ in config.slices.split(","):
         for axis in config.axes.split(",") if devices(slice_) > 1 else ["data"]:
-            mesh = f"{axis}={devices(slice_)}"
+            fsdp = min(FSDP, devices(slice_)) if axis == "fsdp" else 1
+            mesh = f"data={devices(slice_) // fsdp},fsdp={fsdp}"
             values = {**vars(config), "slice": slice_, "mesh": mesh}
             key = {name: str(values[name]) for name in KEYS}
             known = [{name: each[name] for name in KEYS} for each in lines]
             at = known.index(key) if key in known else len(lines)
             if at < len(lines) and devices(slice_) > 1:
                 continue
-            report = compile_line(config, slice_, axis)
+            report = compile_line(config, slice_, mesh)
             one = report if devices(slice_) == 1 else one
-            found = line(report, one, axis)
+            found = line(report, one)
             cells = {n: f"{x:.3g}" if isinstance(x, float) else str(x) for n, x in found.items()}
             new = {**key, "devices": str(devices(slice_)), **cells}
             lines[at : at + 1] = [new]

@@ -7,12 +7,13 @@ import pytest
 from experiments import scaling_aot
 
 
-def report(config, slice_, axis):
+def report(config, slice_, mesh):
     """On every slice the same work; n devices send 400 MiB (n - 1) / n."""
     n = scaling_aot.devices(slice_)
     return {
         "topology": slice_,
         "devices": n,
+        "mesh": {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))},
         "fits": True,
         "peak_bytes": 3 * 2**30,
         "model_flops": 0.4 * 197e12 / 100,  # 10 ms
@@ -31,16 +32,16 @@ def rows(out):
 def test_numbers_and_a_second_run(tmp_path, monkeypatch):
     compiled = []
 
-    def compile_line(config, slice_, axis):
-        compiled.append((slice_, axis))
-        return report(config, slice_, axis)
+    def compile_line(config, slice_, mesh):
+        compiled.append(mesh)
+        return report(config, slice_, mesh)
 
     monkeypatch.setattr(scaling_aot, "compile_line", compile_line)
     out = tmp_path / "results" / "table"
     scaling_aot.main(["scaling_aot", f"--out={out}", "--slices=v5e:1x1,v5e:2x2"])
     one, data, fsdp = rows(out)
     assert one["sent_mib"] == "0" and one["efficiency"] == one["flops_of_one"] == "1"
-    assert data["mesh"] == "data=4" and data["flops_of_one"] == "1.5"
+    assert data["mesh"] == "data=4,fsdp=1" and data["flops_of_one"] == "1.5"
     assert float(data["sent_mib"]) == float(data["ideal_mib"]) == 300
     assert float(fsdp["ideal_mib"]) == 450
     link = 1e3 * 300 * 2**20 / 9e10
@@ -49,7 +50,7 @@ def test_numbers_and_a_second_run(tmp_path, monkeypatch):
     assert "| based-tiny | llops |" in (tmp_path / "results" / "table.md").read_text()
 
     scaling_aot.main(["scaling_aot", f"--out={out}", "--slices=v5e:1x1,v5e:2x2,v5e:4x4"])
-    assert compiled[3:] == [("v5e:1x1", "data"), ("v5e:4x4", "data"), ("v5e:4x4", "fsdp")]
+    assert compiled[3:] == ["data=1,fsdp=1", "data=16,fsdp=1", "data=1,fsdp=16"]
     assert [each["devices"] for each in rows(out)] == ["1", "4", "4", "16", "16"]
 
 
