@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from tqdm import tqdm
 
 from experiments.aot import report_step, topology_mesh
@@ -29,20 +28,21 @@ from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
-from experiments.common.placement import check_divides, make_mesh, on_mesh, on_one_device
+from experiments.common.placement import jit_evaluation, make_mesh, on_one_device
 from experiments.common.plot import plot_run
+from experiments.common.processes import ProcessesError, first_alone, is_first, say
+from experiments.common.processes import start as start_processes
 from experiments.common.record import timing, write_result
 from experiments.common.tokenizer import Tokenizer, load_tokenizer
 from experiments.common.train import train
 from experiments.flops import peak_flops, training_flops
 from experiments.lm_objective import next_token
-from experiments.lm_settings import Config, choose_recipe
+from experiments.lm_settings import Config, check_mesh, choose_recipe
 from experiments.lm_start import Start, make_start
 from experiments.text_data.documents import BadText
 from experiments.text_data.rows import Rows
 from experiments.text_data.shards import TokenText, load_text
 from lowrank_attn import parallel
-from lowrank_attn.models.decoder_configs import DecoderConfig
 from lowrank_attn.models.folder import arrays_of, save_decoder, shapes_of
 from lowrank_attn.models.generate import stream
 from lowrank_attn.models.sampling import Sampling
@@ -100,40 +100,6 @@ def make_phase(
     return phase, model
 
 
-def check_mesh(config: Config, decoder: DecoderConfig, mesh: Mesh) -> None:
-    """Refuse a mesh that does not divide what it cuts.
-
-    Raises:
-        ValueError: naming `--mesh` and what it does not divide, or layers that need whole
-            sequences.
-    """
-    rows = ("data", "fsdp")
-    heads = {
-        f"num_heads of {name} layers": (decoder.mixers[name]["num_heads"], ("tensor",))
-        for name in dict.fromkeys(decoder.layers)
-        if "num_heads" in decoder.mixers.get(name, {})
-    }
-    check_divides(
-        config.mesh,
-        mesh,
-        {
-            "batch_size": (config.batch_size, rows),
-            "batch_size / accumulate": (config.batch_size // config.accumulate, rows),
-            "length": (config.length, ("context",)),
-            "width": (decoder.width, ("fsdp",)),
-            "mlp_width": (decoder.mlp_width, ("tensor",)),
-            **heads,
-        },
-    )
-    whole = {"softmax", "mamba"} & set(decoder.layers)
-    if mesh.shape["context"] > 1 and whole:
-        raise ValueError(
-            f"mesh={config.mesh!r} cuts sequences, and {' and '.join(sorted(whole))} layers read "
-            "them whole: set context=1 and cut the batch (data, fsdp) or the heads (tensor), or "
-            "take a model of linear, sliding_window and short_conv layers, such as based-tiny."
-        )
-
-
 def write_samples(model, text: TokenText, tokenizer: Tokenizer, path: pathlib.Path) -> str:
     """Let a model go on from the beginnings of two validation documents; the text is returned."""
     tokens = next(shard for shard in text.splits["validation"] if len(shard))[: 2**20]
@@ -163,7 +129,7 @@ def validate(config: Config, phase: Phase, params: Any) -> dict[str, float]:
     mesh = make_mesh(config.mesh)
     params = jax.device_put(params, parallel.shardings(params, mesh))
     found = evaluate(
-        jax.jit(on_mesh(phase.eval_fn, mesh)),
+        jit_evaluation(phase.eval_fn, mesh),
         params,
         phase.eval_source,
         config.batch_size,
@@ -174,33 +140,40 @@ def validate(config: Config, phase: Phase, params: Any) -> dict[str, float]:
     return found
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any] | None:
     """Load the text, train, and leave everything in the run's folder.
 
     Returns:
-        The summary that `main` prints.
+        The summary that `main` prints, in process 0.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     start = make_start(config, tokenizer)
     check_mesh(config, start.decoder, make_mesh(config.mesh))
-    text = load_text(config, tokenizer)
+    with first_alone("load_text"):
+        text = load_text(config, tokenizer)
     what = pathlib.Path(config.checkpoint).name if config.checkpoint else config.model
     name = f"lm-{what}-{config.kernel or 'own'}-{flags.config_hash(config)}-{text.fingerprint[:6]}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
 
     def after_eval(params, step):
         path = run_dir / "samples" / f"{step}.txt"
-        sample = write_samples(model.module(on_one_device(params)), text, tokenizer, path)
+        params = on_one_device(params)
+        if not is_first():
+            return
+        sample = write_samples(model.module(params), text, tokenizer, path)
         tqdm.write(f"step {step}:\n{sample}\n", file=sys.stderr)
 
     phase, model = make_phase(config, start, text, after_eval)
     before = {}
     if start.params is not None:
         before = validate(config, phase, start.params)
-        print(f"before training: validation {_perplexity(before)}", file=sys.stderr)
+        say(f"before training: validation {_perplexity(before)}")
     described = flags.to_dict(config, changes_result=True) | {"data": text.fingerprint}
     outcome = train([phase], config, run_dir, described, tokenizer.fingerprint)
-    _save(run_dir / "model", start, arrays_of(model.module(outcome.params)))
+    trained = on_one_device(outcome.params)
+    if not is_first():
+        return None
+    _save(run_dir / "model", start, arrays_of(model.module(trained)))
     plot_run(run_dir)
     flops, speed = training_flops(start.decoder, config.length), timing(run_dir, "train")
     peak = peak_flops(jax.local_devices()[0].device_kind) if config.dtype == "bfloat16" else None
@@ -209,10 +182,10 @@ def run(config: Config) -> dict[str, Any]:
         "validation_perplexity": float(np.exp(outcome.best["loss"])),
         "validation_loss_before": before.get("loss"),
         "best_step": outcome.best_step,
-        "parameters": sum(x.size for x in jax.tree.leaves(outcome.params)),
+        "parameters": sum(x.size for x in jax.tree.leaves(trained)),
         "tokens": config.steps * config.batch_size * config.length,
         "flops_per_token": flops,
-        "mfu": peak and speed["tokens_per_second"] * flops / (peak * jax.local_device_count()),
+        "mfu": peak and speed["tokens_per_second"] * flops / (peak * jax.device_count()),
         "data": text.fingerprint,
         "left_out": text.skipped,
         "timing": speed,
@@ -224,7 +197,7 @@ def run(config: Config) -> dict[str, Any]:
         started=outcome.started,
         seconds=outcome.seconds,
     )
-    print(f"validation {_perplexity(outcome.best)}; model: {run_dir / 'model'}", file=sys.stderr)
+    say(f"validation {_perplexity(outcome.best)}; model: {run_dir / 'model'}")
     return {
         "model": what,
         "kernel": config.kernel,
@@ -273,20 +246,23 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_recipe(config):
+        if config.aot is None:
+            start_processes(config)
         name, settings = choose_recipe(config, "tpu" if config.aot else jax.default_backend())
         return {**settings, "recipe": name}
 
-    config = flags.parse(Config, argv, settings_of_recipe)
     try:
+        config = flags.parse(Config, argv, settings_of_recipe)
         summary = compile_ahead(config) if config.aot else run(config)
-    except (CheckpointError, NonFiniteError) as error:
+    except (CheckpointError, NonFiniteError, ProcessesError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except (ValueError, FileNotFoundError, ImportError) as error:
         hint = " --skip_bad_shards leaves it out." if isinstance(error, BadText) else ""
         print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
-    print(json.dumps(summary))
+    if summary is not None:
+        print(json.dumps(summary))
 
 
 if __name__ == "__main__":

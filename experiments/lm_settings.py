@@ -3,13 +3,16 @@
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
+
 from experiments.common import optimizer
 from experiments.common.flags import parse_options, setting
 from experiments.common.phase import LoopSettings
+from experiments.common.placement import check_divides
 from experiments.text_data.shards import TextSettings
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.models.decoder import REMAT
-from lowrank_attn.models.decoder_configs import CONFIGS
+from lowrank_attn.models.decoder_configs import CONFIGS, DecoderConfig
 
 # `published` is what trained BASED's 360M and 1B models and their baselines for 10 billion tokens,
 # from the experiment files of github.com/HazyResearch/based: 20,000 steps of 256 rows of 2,048
@@ -124,3 +127,37 @@ def choose_recipe(config: Config, backend: str) -> tuple[str, dict[str, Any]]:
         on_device = "continued" if config.checkpoint else "published"
         name = "quick" if backend == "cpu" else on_device
     return name, RECIPES[name]
+
+
+def check_mesh(config: Config, decoder: DecoderConfig, mesh: Mesh) -> None:
+    """Refuse a mesh that does not divide what it cuts.
+
+    Raises:
+        ValueError: naming `--mesh` and what it does not divide, or layers that need whole
+            sequences.
+    """
+    rows = ("data", "fsdp")
+    heads = {
+        f"num_heads of {name} layers": (decoder.mixers[name]["num_heads"], ("tensor",))
+        for name in dict.fromkeys(decoder.layers)
+        if "num_heads" in decoder.mixers.get(name, {})
+    }
+    check_divides(
+        config.mesh,
+        mesh,
+        {
+            "batch_size": (config.batch_size, rows),
+            "batch_size / accumulate": (config.batch_size // config.accumulate, rows),
+            "length": (config.length, ("context",)),
+            "width": (decoder.width, ("fsdp",)),
+            "mlp_width": (decoder.mlp_width, ("tensor",)),
+            **heads,
+        },
+    )
+    whole = {"softmax", "mamba"} & set(decoder.layers)
+    if mesh.shape["context"] > 1 and whole:
+        raise ValueError(
+            f"mesh={config.mesh!r} cuts sequences, and {' and '.join(sorted(whole))} layers read "
+            "them whole: set context=1 and cut the batch (data, fsdp) or the heads (tensor), or "
+            "take a model of linear, sliding_window and short_conv layers, such as based-tiny."
+        )

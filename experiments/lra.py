@@ -23,8 +23,10 @@ from experiments.common.checkpoint import CheckpointError
 from experiments.common.evaluate import at_chance, evaluate
 from experiments.common.module import PureModule
 from experiments.common.phase import NonFiniteError, Phase
-from experiments.common.placement import check_divides, make_mesh, on_mesh
+from experiments.common.placement import check_divides, jit_evaluation, make_mesh
 from experiments.common.plot import plot_run
+from experiments.common.processes import ProcessesError, first_alone, is_first
+from experiments.common.processes import start as start_processes
 from experiments.common.record import timing, write_result
 from experiments.common.train import train
 from experiments.lra_settings import Config
@@ -176,23 +178,24 @@ def compile_ahead(config: Config) -> dict[str, Any]:
     return report_step(phases[-1], mesh, config.aot or "")
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config) -> dict[str, Any] | None:
     """Load the data, train, test, and leave everything in the run's folder.
 
     Returns:
-        The summary that `main` prints.
+        The summary that `main` prints, in process 0.
     """
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     options = flags.parse_options("task_options", config.task_options)
-    task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
+    with first_alone("load"):
+        task = tasks.load(config.task, config.data_dir, config.cache_dir, options)
     name = f"{config.task}-{config.kernel}-{config.preset}-{flags.config_hash(config)}"
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
     phases, classification = make_phases(config, task)
     described = flags.to_dict(config, changes_result=True) | {"data": task.fingerprint}
     outcome = train(phases, config, run_dir, described, task.vocabulary)
     tested = evaluate(
-        jax.jit(on_mesh(classification.evaluate, mesh)),
+        jit_evaluation(classification.evaluate, mesh),
         outcome.params,
         task.splits["test"],
         config.batch_size,
@@ -200,6 +203,8 @@ def run(config: Config) -> dict[str, Any]:
         mesh=mesh,
     )
     assert tested is not None
+    if not is_first():
+        return None
     plot_run(run_dir)
     reference = task.reference_lines()
     chance = reference["majority class"]
@@ -241,6 +246,8 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_preset(config):
+        if config.aot is None:
+            start_processes(config)
         backend = "tpu" if config.aot else jax.default_backend()
         name, settings = presets.resolve(config.preset, config.task, config.kernel, backend)
         if config.preset == "auto":
@@ -251,13 +258,17 @@ def main(argv: list[str]) -> None:
             )
         return {**settings, "preset": name}
 
-    config = flags.parse(Config, argv, settings_of_preset)
     try:
+        config = flags.parse(Config, argv, settings_of_preset)
         summary = compile_ahead(config) if config.aot else run(config)
-    except (CheckpointError, NonFiniteError, DataError, ValueError, ImportError) as error:
+    except (DataError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, (CheckpointError, NonFiniteError)) else 2)
-    print(json.dumps(summary))
+        sys.exit(2)
+    except (CheckpointError, NonFiniteError, ProcessesError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    if summary is not None:
+        print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from experiments import objectives, presets
 from experiments.common import optimizer
 from experiments.common.flags import parse_options, setting
 from experiments.common.phase import LoopSettings
+from experiments.common.processes import ProcessSettings
 from experiments.tasks import TASKS
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.layers import ATTENTION, GATINGS
@@ -104,6 +105,7 @@ class Config(LoopSettings):
         Raises:
             ValueError: naming the setting.
         """
+        ProcessSettings.__post_init__(self)
         for name in ("task_options", "kernel_options"):
             parse_options(name, getattr(self, name))
         for name in ("steps", "batch_size", "num_layers", "eval_every"):

@@ -31,7 +31,7 @@ def test_flags_overrule_the_preset_and_the_preset_the_defaults():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--widht=3"], "unknown flag --widht; did you mean --width? Known flags: seed, "),
+        (["--widht=3"], "unknown flag --widht; did you mean --width? Known flags: distributed, "),
         (["--pool=sum"], "mean|max"),
         (["--width=wide"], "width"),
         (["--eval_every=0"], "eval_every=0 must be at least 1"),

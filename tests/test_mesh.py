@@ -1,5 +1,6 @@
 """Models and training over meshes of simulated devices: against one device, and what is refused."""
 
+import csv
 import json
 import os
 import pathlib
@@ -10,12 +11,12 @@ import jax
 import pytest
 from conftest import FLOAT32_TOLERANCE, normal
 from flax import nnx
-from small_lm import write_text
+from small_lm import SMALL, write_text
 
-from experiments import lm
+from experiments import scaling
 from experiments.common import placement, plot
 from experiments.common.train_step import abstract_steps
-from experiments.lm_settings import Config
+from experiments.lm_settings import Config, check_mesh
 from lowrank_attn.layers import ATTENTION, over_mesh
 from lowrank_attn.models.decoder import Decoder
 from lowrank_attn.models.decoder_configs import CONFIGS
@@ -87,16 +88,16 @@ def test_training_over_a_mesh_is_that_of_one_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("mesh", "message"),
     [
-        ({"mesh": "rows=2"}, "mesh='rows=2': rows=2, expected a number of devices for one of data"),
-        ({"mesh": "fsdp=two"}, "fsdp='two', expected a number"),
-        ({"mesh": "data=2"}, "mesh='data=2': data=2, fsdp=1, context=1, tensor=1 for 1 devices"),
+        ("rows=2", "mesh='rows=2': rows=2, expected a number of devices for one of data"),
+        ("fsdp=two", "fsdp='two', expected a number"),
+        ("data=2", "mesh='data=2': data=2, fsdp=1, context=1, tensor=1 for 1 devices"),
     ],
 )
-def test_meshes_that_are_none(flags, message):
+def test_meshes_that_are_none(mesh, message):
     with pytest.raises(ValueError, match=message):
-        lm.check_mesh(Config(data="x", tokenizer="bytes", **flags), CONFIGS["based-tiny"])
+        placement.make_mesh(mesh)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +110,15 @@ def test_meshes_that_are_none(flags, message):
         ("context=2", "mamba-tiny", "mamba layers read them whole: set context=1"),
     ],
 )
-def test_meshes_that_do_not_divide_are_refused(monkeypatch, mesh, model, message):
+def test_meshes_that_do_not_divide_are_refused(mesh, model, message):
     """The message names the flag; the mesh of so many devices is an abstract one."""
     sizes = dict.fromkeys(AXES, 1) | {mesh.split("=")[0]: int(mesh.split("=")[1])}
     abstract = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    monkeypatch.setattr(lm, "make_mesh", lambda text: abstract)
     config = Config(
         data="x", tokenizer="bytes", batch_size=8, accumulate=4, length=64, mesh=mesh, model=model
     )
     with pytest.raises(ValueError, match=message):
-        lm.check_mesh(config, CONFIGS[model])
+        check_mesh(config, CONFIGS[model], abstract)
 
 
 def over(context):
@@ -155,4 +155,22 @@ def test_program_without_running():
     assert all(isinstance(x.sharding.mesh, jax.sharding.Mesh) for x in jax.tree.leaves(state))
     _, metrics = steps.lower(state, batches).out_info
     assert metrics["loss"].shape == (2,)
-    assert placement.place({"x": normal(0, 3, 2)}, mesh)["x"].sharding.mesh == mesh
+    assert placement.place({"x": normal(0, 3, 2)}, 3, mesh)["x"].sharding.mesh == mesh
+
+
+def test_scaling_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(CONFIGS, "based-tiny", SMALL)
+    arguments = [
+        "scaling", "--model=based-tiny", "--batch_size=2", "--length=16", "--steps=1",
+        "--repeats=1", "--dtype=float32", f"--out={tmp_path / 'table'}",
+    ]  # fmt: skip
+    scaling.main([*arguments, "--meshes=fsdp=1"])
+    one, other = csv.DictReader((tmp_path / "table.csv").read_text().splitlines())
+    assert (one["mesh"], one["efficiency"], other["mesh"]) == ("data=1", "1.0", "fsdp=1")
+    ratio = float(other["tokens_per_second"]) / float(one["tokens_per_second"])
+    assert float(other["efficiency"]) == pytest.approx(ratio)
+    assert one["loss"] == other["loss"] and one["length"] == "16"
+    assert "| fsdp=1 |" in (tmp_path / "table.md").read_text()
+    with pytest.raises(SystemExit) as stop:
+        scaling.main([*arguments, "--meshes=context=2"])
+    assert stop.value.code == 2 and "mesh='context=2'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.common import flags, optimizer, train
+from experiments.common import flags, optimizer, processes, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 # What depends on the settings alone, and so must not change by an interruption.
@@ -159,6 +159,7 @@ def pretrain_only(config, **changes):
 
 def main(argv):
     config = flags.parse(ToyConfig, argv)
+    processes.start(config)
     done = run_toy(config, config.run_dir)
     print(done.best_step, done.best, done.last)
 

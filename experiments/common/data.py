@@ -48,7 +48,11 @@ def batch_of_each_shape(source: Source, shape: tuple[int, ...]) -> Iterator[dict
 
 
 def train_iterator(
-    source: Source, batch_size: int, steps_per_dispatch: int, seed: int
+    source: Source,
+    batch_size: int,
+    steps_per_dispatch: int,
+    seed: int,
+    rows: np.ndarray | None = None,
 ) -> grain.DatasetIterator:
     """An endless iterator over shuffled batches.
 
@@ -63,10 +67,12 @@ def train_iterator(
         batch_size: B.
         steps_per_dispatch: K.
         seed: of the order, >= 0.
+        rows: numbers of the rows of a batch that this process needs; None: all.
 
     Returns:
-        An iterator over dicts of arrays [K, B, ...]. `get_state()` gives a small dict for JSON and
-        `set_state` continues from one with exactly the batches that would have followed.
+        An iterator over dicts of arrays [K, B, ...], or [K, len(rows), ...]. `get_state()` gives a
+        small dict for JSON and `set_state` continues from one with exactly the batches that would
+        have followed.
 
     Raises:
         ValueError: if the source is empty.
@@ -74,12 +80,18 @@ def train_iterator(
     if len(source) == 0:
         raise ValueError("source has no examples.")
 
-    def gather(indices: np.ndarray) -> dict[str, np.ndarray]:
-        shape = (steps_per_dispatch, batch_size)
-        stacked = take(source, indices)
-        return {name: array.reshape(shape + array.shape[1:]) for name, array in stacked.items()}
-
     sizes = getattr(source, "sizes", None)
+
+    def gather(indices: np.ndarray) -> dict[str, np.ndarray]:
+        indices = indices.reshape(steps_per_dispatch, batch_size)
+        all_needed = rows is None or sizes is not None  # the largest decides on the shape
+        indices = indices if all_needed else indices[:, rows]
+        stacked = take(source, indices.reshape(-1))
+        batches = {n: x.reshape(indices.shape + x.shape[1:]) for n, x in stacked.items()}
+        if rows is None or not all_needed:
+            return batches
+        return {name: array[:, rows] for name, array in batches.items()}
+
     order = _Order(len(source), steps_per_dispatch * batch_size, seed, sizes)
     batches = grain.MapDataset.source(order).map(gather)
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
@@ -128,12 +140,19 @@ class _Order:
         return rows[np.argsort(bits, kind="stable")]
 
 
-def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+def eval_batches(
+    source: Source, batch_size: int, rows: np.ndarray | None = None
+) -> Iterator[dict[str, np.ndarray]]:
     """Every example once, in order (where examples have `sizes`: in the order of these).
 
+    Args:
+        source: the examples.
+        batch_size: B.
+        rows: numbers of the rows of a batch that this process needs; None: all.
+
     Yields:
-        Dicts of arrays [B, ...] with one more entry, `weight` [B] float32: 1 for an example, 0 for
-        the copies of the last example that fill up the last batch.
+        Dicts of arrays [B, ...], or [len(rows), ...], with one more entry, `weight` [B] float32: 1
+        for an example, 0 for the copies of the last example that fill up the last batch.
 
     Raises:
         ValueError: if the source is empty.
@@ -146,4 +165,4 @@ def eval_batches(source: Source, batch_size: int) -> Iterator[dict[str, np.ndarr
         places = np.arange(start, start + batch_size)
         batch = take(source, order[np.minimum(places, len(source) - 1)])
         batch["weight"] = (places < len(source)).astype(np.float32)
-        yield batch
+        yield batch if rows is None else {name: array[rows] for name, array in batch.items()}

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from experiments.common.data import Source, eval_batches
-from experiments.common.placement import make_mesh, place
+from experiments.common.placement import make_mesh, own_rows, place
 
 # (params, batch, key) -> {name: (total, weight)}, two scalars each
 EvalFn = Callable[[Any, Mapping[str, jax.Array], jax.Array], Mapping[str, tuple]]
@@ -47,10 +47,11 @@ def evaluate(
     mesh = make_mesh() if mesh is None else mesh
     sums: dict[str, np.ndarray] = {}
     pending: Mapping[str, tuple] = {}
-    for i, batch in enumerate(eval_batches(source, batch_size)):
+    rows = own_rows(batch_size, mesh)
+    for i, batch in enumerate(eval_batches(source, batch_size, rows)):
         if stop():
             return None
-        computed = eval_fn(params, place(batch, mesh), jax.random.fold_in(key, i))
+        computed = eval_fn(params, place(batch, batch_size, mesh), jax.random.fold_in(key, i))
         _add(sums, pending)
         pending = computed
     _add(sums, pending)

@@ -170,3 +170,22 @@ class RunLog:
         self._board.close()
         for file in self._csv.values():
             file.close()
+
+
+class NoLog:
+    """In place of `RunLog` in processes whose numbers are those of another one."""
+
+    def __init__(self, *arguments: object):
+        """Open nothing."""
+
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Leave it to the other process."""
+
+    def progress(self, step: int) -> None:
+        """Leave it to the other process."""
+
+    def sync(self) -> None:
+        """Nothing was written."""
+
+    def close(self) -> None:
+        """Nothing was opened."""

@@ -10,10 +10,11 @@ import optax
 from experiments.common.data import Source
 from experiments.common.evaluate import EvalFn
 from experiments.common.flags import setting
+from experiments.common.processes import ProcessSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopSettings:
+class LoopSettings(ProcessSettings):
     """Settings of the loop; an experiment's settings inherit from them."""
 
     seed: int = setting(0, "of parameters, order of examples and noise", group="loop")
@@ -42,6 +43,7 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         """Refuse counts below 1; a subclass with checks of its own calls this too."""
+        ProcessSettings.__post_init__(self)
         for name in ("eval_every", "steps_per_dispatch", "log_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")

@@ -2,7 +2,6 @@
 
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -15,10 +14,17 @@ from jax.sharding import Mesh
 from experiments.common.checkpoint import Checkpoints, check_description
 from experiments.common.data import batch_of_each_shape, train_iterator
 from experiments.common.evaluate import evaluate
-from experiments.common.log import Clock, RunLog
+from experiments.common.log import Clock, NoLog, RunLog
 from experiments.common.optimizer import leaf_names
 from experiments.common.phase import LoopSettings, NonFiniteError, Phase, TrainState
-from experiments.common.placement import on_mesh, place
+from experiments.common.placement import (
+    abstract,
+    batch_shardings,
+    jit_evaluation,
+    own_rows,
+    place,
+)
+from experiments.common.processes import is_first, largest, say
 from experiments.common.stop import StopSignals
 from experiments.common.train_step import jit_steps, new_state
 from lowrank_attn.parallel.mesh import row_axes
@@ -41,7 +47,7 @@ class PhaseRun:
         self.phase, self.settings, self.description = phase, settings, description
         self.mesh = mesh
         if not row_axes(mesh, phase.batch_size):
-            _say(
+            say(
                 f"{phase.name}: batch_size={phase.batch_size} does not divide evenly over "
                 f"{mesh.size} devices, so each of them computes all of it"
             )
@@ -57,17 +63,21 @@ class PhaseRun:
         self.eval_every = min(settings.eval_every, phase.steps)
         self.k = _common_divisor(settings.steps_per_dispatch, phase.steps, self.eval_every)
         self.batches = train_iterator(
-            phase.source, phase.batch_size, self.k, int(jax.random.bits(order_key))
+            phase.source,
+            phase.batch_size,
+            self.k,
+            int(jax.random.bits(order_key)),
+            own_rows(phase.batch_size, mesh),
         )
         self.checkpoints = Checkpoints(run_dir / "checkpoints" / phase.name)
         self.saved_step = self.checkpoints.latest_step()
         if self.saved_step is None:
-            _say(f"{phase.name}: no checkpoint yet, starting at step 0 of {phase.steps}")
+            say(f"{phase.name}: no checkpoint yet, starting at step 0 of {phase.steps}")
         else:
             self._restore(self.saved_step)
-        self.log = RunLog(
-            run_dir, phase.name, self.step, phase.steps, max(self.evaluations, default=0)
-        )
+        last_evaluated = max(self.evaluations, default=0)
+        make_log = RunLog if is_first() else NoLog
+        self.log = make_log(run_dir, phase.name, self.step, phase.steps, last_evaluated)
         self.clock = Clock()
         self.began = self.saved_at = time.monotonic()
         self.pending: tuple[int, int, dict[str, jax.Array]] | None = None
@@ -80,7 +90,7 @@ class PhaseRun:
         self.evaluations = dict(meta["evaluations"])
         self.step, self.earlier_seconds = step, meta["seconds"]
         how = "already complete" if step == self.phase.steps else "continuing"
-        _say(f"{self.phase.name}: {how}, step {step} of {self.phase.steps}")
+        say(f"{self.phase.name}: {how}, step {step} of {self.phase.steps}")
 
     def run(self, stop: StopSignals) -> None:
         """Do what is left of the steps and evaluations, saving on the way."""
@@ -92,10 +102,12 @@ class PhaseRun:
                 self._compile_train(stop)
         while True:
             evaluated = self._evaluation_is_due() and self._evaluate(stop)
-            if evaluated or stop.requested or self._checkpoint_is_due():
+            signum, due = largest(stop.signum, self._checkpoint_is_due())
+            stop.adopt(signum)
+            if evaluated or signum or due:
                 with self.clock.paused():
                     self._save()
-            if stop.requested:
+            if signum:
                 self.checkpoints.wait()
                 stop.exit(self._where())
             if self.step == self.phase.steps:
@@ -107,7 +119,8 @@ class PhaseRun:
         phase = self.phase
         steps = jit_steps(phase, self.mesh, self.train_key, self.state)
         for batches in batch_of_each_shape(phase.source, (self.k, phase.batch_size)):
-            train = steps.lower(self.state, place(batches, self.mesh, axis=1))
+            placed = abstract(batches, batch_shardings(batches, self.mesh, axis=1))
+            train = steps.lower(self.state, placed)
             for name, metric in train.out_info[1].items():
                 if metric.shape != (self.k,):
                     raise ValueError(
@@ -121,8 +134,9 @@ class PhaseRun:
         phase = self.phase
         for batch in batch_of_each_shape(phase.eval_source, (phase.batch_size,)):
             batch["weight"] = np.ones(phase.batch_size, np.float32)
-            evaluation = jax.jit(on_mesh(phase.eval_fn, self.mesh)).lower(
-                self.state.params, place(batch, self.mesh), self.eval_key
+            placed = abstract(batch, batch_shardings(batch, self.mesh))
+            evaluation = jit_evaluation(phase.eval_fn, self.mesh).lower(
+                self.state.params, placed, self.eval_key
             )
             if phase.best_metric not in evaluation.out_info:
                 raise ValueError(
@@ -135,14 +149,15 @@ class PhaseRun:
         """Hand K steps to the devices, then look at the results of the K steps before."""
         with self.clock.waiting():
             batches = next(self.batches)
-        placed = place(batches, self.mesh, axis=1)
+        placed = place(batches, self.phase.batch_size, self.mesh, axis=1)
         was_idle = self.pending is None or self.pending[-1]["loss"].is_ready()  # type: ignore[attr-defined]
-        self.state, metrics = self.train_steps[batches["tokens"].shape](self.state, placed)
+        self.state, metrics = self.train_steps[placed["tokens"].shape](self.state, placed)
         self.clock.enqueued(was_idle)
         self._fetch()
         if not metrics["loss"].is_ready():
             self.clock.seen_busy()
-        self.pending = (self.step, _count_tokens(batches), metrics)
+        share = batches["tokens"].shape[1] / self.phase.batch_size  # of this process
+        self.pending = (self.step, round(_count_tokens(batches) / share), metrics)
         self.step += self.k
 
     def _fetch(self) -> None:
@@ -183,7 +198,7 @@ class PhaseRun:
                 self.phase.eval_source,
                 self.phase.batch_size,
                 self.eval_key,
-                lambda: stop.requested,
+                lambda: stop.requested and jax.process_count() == 1,
                 self.mesh,
             )
         if metrics is None:
@@ -276,7 +291,3 @@ def _common_divisor(limit: int, *numbers: int) -> int:
 def _count_tokens(batch: Mapping[str, np.ndarray]) -> int:
     """The tokens of a batch, without padding where the batch says how much there is."""
     return int(batch["length"].sum()) if "length" in batch else batch["tokens"].size
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

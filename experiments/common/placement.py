@@ -73,9 +73,30 @@ def batch_shardings(
     return {name: one(x) for name, x in batch.items()}
 
 
-def place(batch: Mapping[str, np.ndarray], mesh: Mesh, axis: int = 0) -> dict[str, jax.Array]:
-    """A batch on the devices; see `batch_shardings`."""
-    return jax.device_put(dict(batch), batch_shardings(batch, mesh, axis))
+def own_rows(batch_size: int, mesh: Mesh) -> np.ndarray | None:
+    """The rows of a batch that lie on devices of this process; None: all."""
+    if jax.process_count() == 1:
+        return None
+    rows = NamedSharding(mesh, PartitionSpec(row_axes(mesh, batch_size) or None))
+    slices = rows.addressable_devices_indices_map((batch_size,)).values()
+    return np.unique(np.concatenate([np.arange(batch_size)[part] for part in slices]))
+
+
+def place(
+    batch: Mapping[str, np.ndarray], batch_size: int, mesh: Mesh, axis: int = 0
+) -> dict[str, jax.Array]:
+    """A batch on the devices, from the rows of this process; see `own_rows`, `batch_shardings`."""
+    shapes = {
+        name: jax.ShapeDtypeStruct((*x.shape[:axis], batch_size, *x.shape[axis + 1 :]), x.dtype)
+        for name, x in batch.items()
+    }
+    shardings = batch_shardings(shapes, mesh, axis)
+    if jax.process_count() == 1:
+        return jax.device_put(dict(batch), shardings)
+    return {
+        name: jax.make_array_from_process_local_data(shardings[name], x, shapes[name].shape)
+        for name, x in batch.items()
+    }
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
@@ -92,6 +113,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def jit_evaluation(eval_fn: Callable, mesh: Mesh) -> jax.stages.Wrapped:
+    """`eval_fn(params, batch, key)` under `jax.jit`; every process has its results."""
+    return jax.jit(on_mesh(eval_fn, mesh), out_shardings=replicated(mesh))
+
+
 def on_mesh(f: Callable, mesh: Mesh) -> Callable:
     """`f` for `jax.jit`, such that layers see the mesh while it is traced."""
 
@@ -104,7 +130,8 @@ def on_mesh(f: Callable, mesh: Mesh) -> Callable:
 
 def on_one_device(tree: Any) -> Any:
     """Arrays that are cut over devices, whole on the first one of this process."""
-    arrays = jax.tree.leaves(tree)
-    everywhere = replicated(arrays[0].sharding.mesh)
+    everywhere = replicated(jax.tree.leaves(tree)[0].sharding.mesh)
+    if everywhere.num_devices == 1:
+        return tree
     whole = jax.jit(lambda x: x, out_shardings=everywhere)(tree)
     return jax.tree.map(lambda x: x.addressable_data(0), whole)

@@ -66,7 +66,7 @@ def write_result(
         | {name: importlib.metadata.version(name) for name in PACKAGES},
         "device": device.device_kind,
         "platform": device.platform,
-        "device_count": jax.local_device_count(),
+        "device_count": jax.device_count(),
         "started": _utc(started),
         "ended": _utc(datetime.datetime.now().timestamp()),
         "seconds": seconds,

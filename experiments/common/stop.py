@@ -30,7 +30,8 @@ class StopSignals:
     def __exit__(self, *exception: object) -> None:
         """Give the two signals back."""
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            # None: not set from Python, such as that of `jax.distributed`
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         if self._signum is not None:
@@ -42,6 +43,16 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a signal has come."""
         return self._signum is not None
+
+    @property
+    def signum(self) -> int:
+        """The number of the signal that has come; 0: none."""
+        return self._signum or 0
+
+    def adopt(self, signum: int) -> None:
+        """Take a signal that has come to another process, if it is not 0, as one's own."""
+        if self._signum is None and signum:
+            self._signum = signum
 
     def exit(self, where: str) -> NoReturn:
         """Say where the run stopped and how to continue it, and raise SystemExit."""

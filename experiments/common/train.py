@@ -1,5 +1,8 @@
 """The training loop: phases of steps, each resumable with exactly the batches it would have seen.
 
+Several processes run it together; see `experiments.common.processes`. Process 0 writes all files
+but checkpoints, which they write together, and a signal to one of them stops all at the same step.
+
 A run is a list of phases, such as `pretrain` and `finetune`. The same command started again in the
 same folder continues after the last checkpoint, or says that the run is complete; see
 `experiments.common.log` for the files that a run leaves.
@@ -11,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.common.checkpoint import describe, open_run
+from experiments.common.checkpoint import CheckpointError, describe, open_run
 from experiments.common.phase import LoopSettings, Phase
 from experiments.common.phase_run import PhaseRun
 from experiments.common.placement import make_mesh
+from experiments.common.processes import first_alone, is_first, largest
 from experiments.common.stop import StopSignals
 
 
@@ -61,15 +65,19 @@ def train(
         NonFiniteError: if training diverges; the last checkpoint before that is kept.
         SystemExit: with 143 after SIGTERM and 130 after SIGINT, when everything has been saved.
     """
-    if jax.process_count() > 1:
-        raise NotImplementedError("train runs in one process; start it on one host only.")
     names = [phase.name for phase in phases]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"phases need different names, at least one; got {names}.")
     mesh = make_mesh(settings.mesh)
     run_dir = pathlib.Path(run_dir).absolute()
     description = describe(config, vocabulary)
-    started = open_run(run_dir, description)
+    with first_alone("open_run"):
+        if not is_first() and not (run_dir / "run.json").exists():
+            raise CheckpointError(
+                f"run_dir={run_dir} of process {jax.process_index()} is not that of process 0: all "
+                "processes need one folder, on storage that they share."
+            )
+        started = open_run(run_dir, description)
     params, seconds = None, 0.0
     with StopSignals() as stop:
         for number, phase in enumerate(phases):
@@ -81,6 +89,7 @@ def train(
             finally:
                 run.close()
             seconds += run.seconds()
+        stop.adopt(*largest(stop.signum))
         if stop.requested:
             stop.exit("after the last step")
     best, last = run.evaluations[run.best_step()], run.evaluations[phase.steps]

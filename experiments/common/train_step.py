@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -37,7 +38,7 @@ def new_state(phase: Phase, params: Any, mesh: Mesh) -> TrainState:
     params = jax.device_put(params, parallel.shardings(params, mesh), may_alias=False)
     moments = jax.eval_shape(phase.optimizer.init, params)
     init = jax.jit(phase.optimizer.init, out_shardings=parallel.shardings(moments, mesh))
-    step = jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh))
+    step = jax.device_put(np.zeros((), np.int32), replicated(mesh))
     return TrainState(params, init(params), step)
 
 

@@ -172,8 +172,7 @@ class Decoder(nnx.Module):
         if positions is None:
             start = 0 if state is None else state.length[:, None]
             positions = count_positions(tokens, mask, segment_ids, start)
-        table = cut_table(self.embedding.embedding[...])
-        x = cut_tokens(jnp.take(table, tokens, axis=0).astype(jnp.float32))
+        x = cut_tokens(self.embed(tokens).astype(jnp.float32))
         run = Block.__call__
         if REMAT[self.remat] is not None:
             run = nnx.remat(run, policy=REMAT[self.remat])
@@ -185,6 +184,10 @@ class Decoder(nnx.Module):
             count = _next_position(tokens, mask, segment_ids, positions, state.length)
             state = DecoderState(count, tuple(after))
         return self.norm(x), state
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding: [B, T] -> [B, T, E]."""
+        return jnp.take(cut_table(self.embedding.embedding[...]), tokens, axis=0)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Products with the head's table: [..., E] -> [..., V], float32."""
