@@ -192,7 +192,7 @@ def run(config: Config) -> dict[str, Any]:
         write_json(out / "layers.json", errors)
         save_decoder(out / "fitted", student, changed, source)
     tuned = lm.run(config.tuning())
-    assert tuned is not None  # in a process that is not the first of several
+    assert tuned is not None  # this is the only process
     metrics: dict[str, Any] = {
         "perplexity_before": read_json(before),
         "perplexity_fitted": float(np.exp(tuned["validation_loss_before"])),

@@ -156,9 +156,9 @@ def run(config: Config) -> dict[str, Any] | None:
     run_dir = pathlib.Path(config.run_dir or pathlib.Path("runs") / name)
 
     def after_eval(params, step):
-        path = run_dir / "samples" / f"{step}.txt"
         if not config.samples:
             return
+        path = run_dir / "samples" / f"{step}.txt"
         params = on_one_device(params)
         if not is_first():
             return
@@ -248,7 +248,8 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_recipe(config):
-        start_processes(config)
+        if config.aot is None:
+            start_processes(config)
         name, settings = choose_recipe(config, "tpu" if config.aot else jax.default_backend())
         return {**settings, "recipe": name}
 

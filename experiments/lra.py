@@ -246,7 +246,8 @@ def main(argv: list[str]) -> None:
     """Run the command line; wrong settings and data end with exit code 2 and one message."""
 
     def settings_of_preset(config):
-        start_processes(config)
+        if config.aot is None:
+            start_processes(config)
         backend = "tpu" if config.aot else jax.default_backend()
         name, settings = presets.resolve(config.preset, config.task, config.kernel, backend)
         if config.preset == "auto":
@@ -260,11 +261,12 @@ def main(argv: list[str]) -> None:
     try:
         config = flags.parse(Config, argv, settings_of_preset)
         summary = compile_ahead(config) if config.aot else run(config)
-    except (
-        CheckpointError, NonFiniteError, ProcessesError, DataError, ValueError, ImportError
-    ) as error:  # fmt: skip
+    except (DataError, ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, (DataError, ValueError, ImportError)) else 1)
+        sys.exit(2)
+    except (CheckpointError, NonFiniteError, ProcessesError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
     if summary is not None:
         print(json.dumps(summary))
 
