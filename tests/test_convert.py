@@ -205,7 +205,7 @@ def test_a_mamba_of_transformers_is_the_same_model(tmp_path):
 
 @pytest.mark.parametrize(("num_factors", "num_features"), [(2, 153), (4, 256)])
 def test_llops_begins_as_based_and_can_change(based, num_factors, num_features):
-    """Also the columns beyond BASED's, which are silent, have gradients."""
+    """Also the columns beyond BASED's, which are silent, have gradients, of 1 / 103 the size."""
     folder, arrays = based
     config, params, _ = read_checkpoint(folder)
     config, params = with_llops(config, params, num_factors=num_factors, num_features=num_features)
@@ -215,7 +215,7 @@ def test_llops_begins_as_based_and_can_change(based, num_factors, num_features):
     W = gradients["blocks/1/mixer/attend/phi/W"]
     assert W.shape == (4, 2, num_factors, 1, 16, num_features)
     spare = W[:, 0, 0, 0, :, 153:]  # the first factor of the queries
-    assert jnp.all(jnp.max(jnp.abs(spare), axis=1) > 1e-3 * jnp.max(jnp.abs(W[:, 0, 0])))
+    assert jnp.all(jnp.max(jnp.abs(spare), axis=1) > 1e-5 * jnp.max(jnp.abs(W[:, 0, 0])))
     # no two factors move together for ever
     b = gradients["blocks/1/mixer/attend/phi/b"][:, 1, :, 0, :153]
     for i in range(num_factors):
