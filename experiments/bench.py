@@ -6,7 +6,6 @@ rotate, so that small shapes do not run from the cache. Writes a CSV, a markdown
 after every row.
 """
 
-import csv
 import functools
 import math
 import pathlib
@@ -22,6 +21,7 @@ from absl import app, flags, logging
 from experiments import bench_fla, bench_timing
 from experiments.bench_cases import Case, arrays, cases, implementations
 from experiments.bench_plot import plot_times
+from experiments.common.record import markdown_table, write_csv, write_text
 from lowrank_attn.ops import block_sizes, xla
 
 _OUT = flags.DEFINE_string("out", "experiments/results", "Folder of the CSV, the table, the plot.")
@@ -139,16 +139,14 @@ def write(lines: list[dict], folder: pathlib.Path, peaks: tuple[float, float]) -
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"\W+", "_", jax.devices()[0].device_kind.lower())
     path = folder / f"bench_{device}.csv"
-    with open(path, "w", newline="") as f:
-        writer = csv.DictWriter(f, COLUMNS)
-        writer.writeheader()
-        writer.writerows(lines)
-    table = [COLUMNS, ["---"] * len(COLUMNS), *([str(line[c]) for c in COLUMNS] for line in lines)]
+    write_csv(path, COLUMNS, lines)
+    table = markdown_table(COLUMNS, ([line[c] for c in COLUMNS] for line in lines))
     rates = f"{peaks[0] / 1e12:.3g} TFLOP/s and {peaks[1] / 1e9:.0f} GB/s"
-    path.with_suffix(".md").write_text(
+    write_text(
+        path.with_suffix(".md"),
         f"Limits: {rates} (bfloat16 products and copies, measured).\n"
         "`peak_mib` is what the compiler assigns: arguments, outputs and temporary memory.\n\n"
-        + "".join(f"| {' | '.join(cells)} |\n" for cells in table)
+        f"{table}\n",
     )
     plot_times(lines, path.with_suffix(".png"))
 

@@ -21,7 +21,7 @@ import numpy as np
 from experiments import extreme_data, extreme_metrics, extreme_model
 from experiments.common import flags
 from experiments.common.flags import setting
-from experiments.common.record import code_version, write_csv, write_text
+from experiments.common.record import code_version, markdown_table, write_csv, write_text
 from experiments.extreme_model import KERNELS
 
 METRICS = tuple(f"{name}@{k}" for name in ("P", "PSP", "raw") for k in extreme_metrics.KS)
@@ -244,8 +244,7 @@ def report(
         "paper prints for Eurlex-4K, whatever the data are here. "
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}.",
     ]
-    table = [["scores", "features", "seeds", *METRICS, "loss"]]
-    table.append(["---"] * len(table[0]))
+    table = []
     printed = [name for name in METRICS if not name.startswith("PSP")]
     for kernel, group in by_kernel(rows).items():
         published = dict(zip(printed, PUBLISHED.get(kernel, ())))
@@ -258,7 +257,7 @@ def report(
         table.append([f"`{kernel}`", str(group[0]["features"]), str(len(group)), *cells])
     for name, metrics in fixed.items():
         table.append([name, "", "", *(f"{metrics[metric]:.4f}" for metric in METRICS), ""])
-    text.append("\n".join(f"| {' | '.join(cells)} |" for cells in table))
+    text.append(markdown_table(["scores", "features", "seeds", *METRICS, "loss"], table))
     return "\n\n".join(text) + "\n"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.record import markdown_table
 from experiments.recall_cells import PUBLISHED, Cell
 from experiments.recall_data import MIXES
 
@@ -97,12 +98,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[Ce
             if known == cell
         ]
         if lines:
-            table = [
-                HEADER,
-                ("---",) * len(HEADER),
-                *([x[column] for column in HEADER] for x in lines),
-            ]
-            text += f"\n## {name}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in table)
+            table = markdown_table(HEADER, ([x[column] for column in HEADER] for x in lines))
+            text += f"\n## {name}\n\n{table}\n"
     return text
 
 

@@ -7,7 +7,6 @@ row: mean and standard deviation of their test accuracies, in percent. Unfinishe
 apart; a damaged record is named in a warning and left out.
 """
 
-import csv
 import dataclasses
 import pathlib
 import statistics
@@ -16,6 +15,7 @@ from typing import Any
 
 from experiments.common import flags
 from experiments.common.flags import setting
+from experiments.common.record import write_csv, write_text
 from experiments.published import PUBLICATIONS, TASKS
 from experiments.report_html import to_html
 from experiments.report_runs import Group, Run, group_runs, read_runs
@@ -157,12 +157,9 @@ def write_report(runs: list[Run], unfinished: list[str], out: pathlib.Path) -> N
         "html": to_html(table, NOTES, sections, groups),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{out}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(f"{out}.csv", COLUMNS, rows)
     for suffix, text in texts.items():
-        pathlib.Path(f"{out}.{suffix}").write_text(text, encoding="utf-8")
+        write_text(f"{out}.{suffix}", text)
 
 
 def main(argv: list[str]) -> None:

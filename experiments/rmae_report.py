@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.record import markdown_table
+
 # Table 3, for layers 0, 8, 15 and their mean as printed.
 PUBLISHED = {
     (2, "psf"): (0.186, 0.247, 0.445, 0.293), (3, "psf"): (0.740, 0.738, 0.745, 0.741),
@@ -38,7 +40,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "p", "method", "m", "rmae of layers", "mean", "published", "published mean", "held out",
         "frobenius", "held out", "parameters", "recall", "settings",
     ]  # fmt: skip
-    lines = [header, ["---"] * len(header)]
+    lines: list[list[Any]] = []
     for (settings, degree, method), own in found.items():
 
         def numbers(name, own=own):
@@ -54,5 +56,4 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
             + [three(printed[:3]), three(printed[3:]), means[1], means[2], means[3]]
             + [f"{float(own[0]['parameters']):,.0f}", str(own[0]["recall"]), settings]
         )
-    table = "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
-    return f"{NOTES}\n{table}"
+    return f"{NOTES}\n{markdown_table(header, lines)}\n"

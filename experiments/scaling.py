@@ -9,10 +9,8 @@ those of one device. Rows are random tokens in documents of 500 on average. Prin
 come, and writes `<out>.csv` and `<out>.md`.
 """
 
-import csv
 import dataclasses
 import math
-import os
 import pathlib
 import sys
 import time
@@ -27,10 +25,12 @@ from experiments.common import flags
 from experiments.common.data import take
 from experiments.common.flags import setting
 from experiments.common.placement import make_mesh, place
+from experiments.common.record import markdown_table, write_csv, write_text
 from experiments.common.train_step import jit_steps, new_state
 from experiments.flops import peak_flops, training_flops
 from experiments.lm_settings import Config as TrainConfig
 from experiments.lm_settings import check_mesh
+from experiments.lm_start import Start
 from experiments.text_data.shards import TokenText
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.models.decoder import REMAT
@@ -114,7 +114,7 @@ def measure(config: Config, mesh: Mesh, text: str) -> dict[str, Any]:
     settings, decoder = training(config, mesh, text)
     tokens = settings.batch_size * settings.length
     phase, _ = lm.make_phase(
-        settings, lm.Start(decoder, None, None), random_text(tokens + 1, decoder.vocab_size)
+        settings, Start(decoder, None, None), random_text(tokens + 1, decoder.vocab_size)
     )
     state = new_state(phase, phase.init(jax.random.key(0), None), mesh)
     rows = take(phase.source, np.arange(settings.batch_size))
@@ -156,31 +156,21 @@ def measure(config: Config, mesh: Mesh, text: str) -> dict[str, Any]:
 
 
 def write(lines: list[dict[str, Any]], out: pathlib.Path) -> None:
-    """Write `<out>.csv` and `<out>.md`, each in one piece."""
+    """Write `<out>.csv` and `<out>.md`."""
 
     def cell(value):
         if value is None:
             return ""
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    table = [COLUMNS, ("---",) * len(COLUMNS)]
-    table += [tuple(cell(line[name]) for name in COLUMNS) for line in lines]
+    table = markdown_table(COLUMNS, ([cell(line[name]) for name in COLUMNS] for line in lines))
     notes = (
         "Efficiency: tokens per second over those of one device times the number of devices, with "
         "the same work per device. `gib_per_device`: arguments and temporary memory as compiled.\n"
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    for ending in ("csv", "md"):
-        temporary = out.with_name(f"{out.name}.{ending}.tmp")
-        with open(temporary, "w", newline="") as file:
-            if ending == "csv":
-                writer = csv.DictWriter(file, COLUMNS)
-                writer.writeheader()
-                writer.writerows(lines)
-            else:
-                rows = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
-                file.write(f"{notes}\n{rows}")
-        os.replace(temporary, out.with_name(f"{out.name}.{ending}"))
+    write_csv(f"{out}.csv", COLUMNS, lines)
+    write_text(f"{out}.md", f"{notes}\n{table}\n")
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,6 @@ compilation is a process of its own, `experiments.lm --aot`. Writes `<out>.csv` 
 each; rows that are in the CSV file already are not compiled again.
 """
 
-import csv
 import dataclasses
 import json
 import math
@@ -20,6 +19,7 @@ from typing import Any
 from experiments.aot import CHIPS, GIB
 from experiments.common import flags
 from experiments.common.flags import setting
+from experiments.common.record import markdown_table, read_csv, write_csv, write_text
 from experiments.flops import PEAK_FLOPS
 from lowrank_attn.features import FEATURE_MAPS
 from lowrank_attn.models.decoder import REMAT
@@ -133,28 +133,17 @@ def line(report: dict[str, Any], one: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def write(lines: list[dict[str, str]], out: pathlib.Path) -> None:
-    """Write the table as CSV and as markdown, each in one piece."""
+    """Write the table as CSV and as markdown."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(out.name + ".tmp")
-    with open(unfinished, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(lines)
-    unfinished.replace(f"{out}.csv")
-    table = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    table += [[each.get(name) or "" for name in COLUMNS] for each in lines]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-    unfinished.write_text(f"{NOTES}\n{text}\n")
-    unfinished.replace(f"{out}.md")
+    write_csv(f"{out}.csv", COLUMNS, lines)
+    table = markdown_table(COLUMNS, ([each.get(name) or "" for name in COLUMNS] for each in lines))
+    write_text(f"{out}.md", f"{NOTES}\n{table}\n")
 
 
 def run(config: Config) -> None:
     """Compile what is not in the table yet."""
     out = pathlib.Path(config.out)
-    lines: list[dict[str, str]] = []
-    if pathlib.Path(f"{out}.csv").exists():
-        with open(f"{out}.csv", newline="") as file:
-            lines = [*csv.DictReader(file)]
+    lines = read_csv(f"{out}.csv", COLUMNS)
     one = None
     for slice_ in config.slices.split(","):
         for axis in config.axes.split(",") if devices(slice_) > 1 else ["data"]:
@@ -178,11 +167,12 @@ def run(config: Config) -> None:
 
 def main(argv: list[str]) -> None:
     """Run the command line."""
+    config = flags.parse(Config, argv)
     try:
-        run(flags.parse(Config, argv))
-    except RuntimeError as error:
+        run(config)
+    except (RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)
 
 
 if __name__ == "__main__":

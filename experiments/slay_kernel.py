@@ -8,7 +8,6 @@ several draws of data and features. Uniform attention is the baseline to beat. R
 CPU.
 """
 
-import csv
 import dataclasses
 import pathlib
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 
 from experiments.common import flags
 from experiments.common.flags import setting
+from experiments.common.record import markdown_table, write_csv, write_text
 from experiments.slay_kernel_cases import DATA, Data, cosines, kernel, methods, read_heads, unit
 
 SIZES = ((128, 128), (256, 512), (512, 2048))  # tokens and features of the paper's sweep
@@ -118,18 +118,14 @@ def measure(name: str, config: Config, size: int) -> list[dict]:
 def write(rows: list[dict], out: pathlib.Path) -> None:
     """Write the table as CSV (exact numbers) and as markdown."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{out}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(f"{out}.csv", COLUMNS, rows)
 
     def cell(value):
         if value is None:
             return ""
         return f"{value:.3g}" if isinstance(value, float) else str(value)
 
-    table = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    table += [[cell(row[name]) for name in COLUMNS] for row in rows]
+    table = markdown_table(COLUMNS, ([cell(row[name]) for name in COLUMNS] for row in rows))
     notes = (
         "`output_error`: |y - y_exact| / |y_exact| of attention outputs, scores divided by their "
         "raw sums; `clamped_error`: by sums of at least 1e-6, as in the authors' code when the "
@@ -137,8 +133,7 @@ def write(rows: list[dict], out: pathlib.Path) -> None:
         "`score_error`: relative error of all scores after the best common scale; `predicted` by "
         "`plan_slay`. `published`: the paper's sweep, relative L2.\n"
     )
-    lines = [f"| {' | '.join(cells)} |" for cells in table]
-    pathlib.Path(f"{out}.md").write_text(notes + "\n" + "\n".join(lines) + "\n")
+    write_text(f"{out}.md", f"{notes}\n{table}\n")
 
 
 def plot(path: pathlib.Path, seed: int, D: int = 64, m: int = 256, epsilon: float = 1e-3) -> None:

@@ -10,9 +10,7 @@ run is a folder of its own under --runs and goes on where it was stopped. `<out>
 `.png` are written after each.
 """
 
-import csv
 import dataclasses
-import io
 import math
 import pathlib
 import sys
@@ -27,7 +25,7 @@ from experiments.common.checkpoint import CheckpointError
 from experiments.common.flags import setting
 from experiments.common.phase import NonFiniteError
 from experiments.common.plot import read_rows
-from experiments.common.record import read_json, write_text
+from experiments.common.record import markdown_table, read_json, write_csv, write_text
 from experiments.lm_settings import EXACT
 from experiments.lm_settings import Config as RunConfig
 from lowrank_attn.layers import AttentionMethod
@@ -205,19 +203,14 @@ def row_of(kernel: str, made: RunConfig, model: str) -> dict[str, Any]:
 
 def write(rows: Sequence[dict[str, Any]], out: pathlib.Path) -> None:
     """Write the table as CSV (exact numbers) and as markdown."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(f"{out}.csv", text.getvalue())
+    write_csv(f"{out}.csv", COLUMNS, rows)
 
     def cell(value):
         if isinstance(value, float):
             return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
         return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
-    table = [list(COLUMNS), ["---"] * len(COLUMNS)]
-    table += [[cell(row.get(name)) for name in COLUMNS] for row in rows]
+    table = markdown_table(COLUMNS, ([cell(row.get(name)) for name in COLUMNS] for row in rows))
     notes = (
         "Validation loss and perplexity of models that differ in their kernel only, sorted; "
         "`features`: M of a head; `state`: numbers of a head's state, which grows with the text "
@@ -225,8 +218,7 @@ def write(rows: Sequence[dict[str, Any]], out: pathlib.Path) -> None:
         "where ELU, cosFormer and FAVOR+ have states 4 or more times smaller than SLAY's.\n"
     )
     order = compared(rows)
-    lines = [f"| {' | '.join(cells)} |" for cells in table]
-    write_text(f"{out}.md", "\n".join([notes, *([order, ""] if order else []), *lines]) + "\n")
+    write_text(f"{out}.md", "\n".join([notes, *([order, ""] if order else []), table]) + "\n")
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> str:

@@ -11,9 +11,7 @@ each position reaches.
 """
 
 import concurrent.futures
-import csv
 import dataclasses
-import io
 import itertools
 import pathlib
 import sys
@@ -22,7 +20,7 @@ from typing import Any
 
 from experiments.common import flags
 from experiments.common.flags import setting
-from experiments.common.record import write_text
+from experiments.common.record import read_csv, write_csv, write_text
 from experiments.slay_tasks_run import HEADS, WIDTH, Cell, run_cells
 from experiments.slay_tasks_table import plot, table
 from experiments.synthetic import VARIANTS, baselines
@@ -121,22 +119,10 @@ def read_rows(path: pathlib.Path, settings: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: if they are of other settings.
     """
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(path, COLUMNS)
     if any(row["settings"] != settings for row in rows):
         raise ValueError(f"{path} has rows of other settings; give another --out, or remove it.")
     return rows
-
-
-def write_rows(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Write all rows in one piece."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, text.getvalue())
 
 
 def missing(config: Config, kernel: str, length: int, rows: list[dict[str, Any]]) -> list[Cell]:
@@ -196,7 +182,7 @@ def run(config: Config) -> None:
         for ended in concurrent.futures.as_completed(waiting):
             rows += ended.result()
             rows.sort(key=lambda row: (order[row["task"]], order[row["kernel"]], int(row["seed"])))
-            write_rows(out.with_suffix(".csv"), rows)
+            write_csv(out.with_suffix(".csv"), COLUMNS, rows)
     write_text(out.with_suffix(".md"), table(rows, config.variant, config.steps))
     plot(rows, out.with_suffix(".png"))
 

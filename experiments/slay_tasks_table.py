@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.record import markdown_table
+
 # Accuracies as printed: softmax, spherical Yat, Performer, Linear, SLAY; None: it did not run.
 PUBLISHED_KERNELS = ("softmax", "yat_spherical", "favor_relu", "elu", "slay")
 PUBLISHED: dict[str, Sequence[float] | None] = {
@@ -91,12 +93,6 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table."""
-    lines = [header, ["---"] * len(header), *body]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
-
-
 def table(rows: Sequence[Mapping[str, Any]], variant: str, steps: int) -> str:
     """Means by category and by task, as markdown."""
     kernels = unique(rows, "kernel")
@@ -142,9 +138,9 @@ def table(rows: Sequence[Mapping[str, Any]], variant: str, steps: int) -> str:
         "leave out `bigram`, which did not run there.",
         "",
         *([comparison(rows), ""] if beside else []),
-        *markdown(["category", *header], by_category),
+        markdown_table(["category", *header], by_category),
         "",
-        *markdown(["task", "majority", "ceiling", *header], by_task),
+        markdown_table(["task", "majority", "ceiling", *header], by_task),
     ]
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common.record import write_text
+from experiments.common.record import markdown_table, write_text
 
 Curve = Mapping[int, float]  # T -> milliseconds
 
@@ -87,13 +87,12 @@ def table(
         known = published.get(kernel, {}).get(T)
         return text if known is None else f"{text} ({known:g})"
 
-    rows = [["kernel", "M", "computed by", *(f"T = {T:,}" for T in lengths)]]
-    rows.append(["---"] * len(rows[0]))
+    rows = []
     for kernel in kernels:
         own = [line for line in lines if line["kernel"] == kernel]
         who = sorted({line["computed_by"] for line in own if line.get("computed_by")})
         rows.append([kernel, str(own[0]["M"]), ", ".join(who), *(cell(kernel, T) for T in lengths)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(["kernel", "M", "computed by", *(f"T = {T:,}" for T in lengths)], rows)
 
 
 def write(

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from experiments.common.record import markdown_table
 from experiments.published_zero_shot import ROWS, SOURCE, TASKS
 
 # What the columns are; where a publication does not say, what fits the height of its numbers.
@@ -58,7 +59,6 @@ def to_markdown(model: str, scores: Mapping[str, Score], limit: int | None) -> s
     ]
     rows = [["", model, *own, mean], ["", "", *errors, ""]]
     rows += [[size, name, *map("{:.2f}".format, row)] for (size, name), row in ROWS.items()]
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     used = [
         f"{TASKS[name]}: {name} version {s.version}, {s.metric}, {s.items} items"
         for name, s in scores.items()
@@ -70,4 +70,4 @@ def to_markdown(model: str, scores: Mapping[str, Score], limit: int | None) -> s
     ]
     if limit is not None:
         notes.insert(0, f"Only the first {limit} items of each task: no result.")
-    return "\n".join([*lines, "", *notes]) + "\n"
+    return "\n".join([markdown_table(head, rows), "", *notes]) + "\n"

@@ -66,6 +66,12 @@ def read_csv(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[
         return list(reader)
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The lines of a markdown table, without a line end after the last."""
+    lines = (header, ["---"] * len(header), *rows)
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
 def code_version(*files: str | os.PathLike[str]) -> str:
     """12 hexadecimal digits that change with the library and with these files."""
     library = pathlib.Path(lowrank_attn.__file__).parent
