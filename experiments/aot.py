@@ -78,8 +78,13 @@ def topology_devices(topology: str) -> Sequence[jax.Device]:
         import libtpu  # noqa: F401
     except ImportError as error:
         raise ImportError("compiling for TPUs needs libtpu: pip install 'jax[tpu]'.") from error
+    # a host has 2 x 2 chips, or fewer where the slice has: not every libtpu sees that by itself
+    sides = [int(side) for side in shape.split("x")]
+    host = [min(side, 2) for side in sides[:2]] + [1]
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=topology, chips_per_host_bounds=host
+        ).devices
     except Exception as error:  # jax raises bare runtime errors
         raise ValueError(f"aot={topology!r} is no topology of libtpu: {error}") from error
 

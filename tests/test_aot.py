@@ -22,14 +22,18 @@ LM = (
 PARAMETERS = 975_616
 
 
-def run(*arguments):
+def run_python(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
+
+
+def run(*arguments):
+    return run_python("-m", *arguments)
 
 
 def report(*arguments):
@@ -86,6 +90,16 @@ def test_a_step_of_an_encoder(tmp_path):
 def test_what_does_not_fit_is_said():
     found = report(*LM, "--aot=v5e:1x1", "--batch_size=65536")
     assert found["fits"] is False and "HBM" in found["needed"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("topology", "devices"),
+    [("v5e:1x1", 1), ("v5e:1x2", 2), ("v6e:2x4", 8), ("v4:1x1x1", 2), ("v5p:2x2x4", 16)],
+)
+def test_slices_smaller_and_larger_than_a_host(topology, devices):
+    code = f"from experiments.aot import topology_devices as of; print(len(of({topology!r})))"
+    assert run_python("-c", code).stdout.split() == [str(devices)]
 
 
 @needs_libtpu
