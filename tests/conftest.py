@@ -14,6 +14,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from toy_run import ToyConfig, pretrain_only, run_toy
 
+# Most of the time of a test goes to compilation for the CPU, which these halve. XLA reads them at
+# its first program; commands that tests run inherit them.
+_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if jax.__version_info__ < (0, 11):  # later ones have no choice
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
+
 # Two float32 sums of the same few hundred terms in another order differ by a few units in the last
 # place (6e-8) of their largest partial sum; 2e-5 of the tensor's maximum leaves room for partial
 # sums that are larger than the result, and none for a lower precision (bfloat16 would be 4e-3).
