@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments.common.flags import setting
+from experiments.common.roll_call import RollCallError, roll_call
 
 START_AGAIN = 75  # exit code where the same command may work later
 
@@ -68,18 +69,29 @@ def start(settings: ProcessSettings) -> None:
     """Wait for the other processes of the run; call it before anything else of JAX.
 
     Where they are not all there in time, the process ends with exit code `START_AGAIN` and one
-    message.
+    message, which names those that are missing if the settings name the coordinator.
 
     Raises:
         ProcessesError: if there is nothing to wait for.
     """
     if not settings.distributed and settings.coordinator is None:
         return
-    where = settings.coordinator or "that was detected"
+    waited = f"waited {settings.start_timeout} seconds (--start_timeout) for all processes"
+    if settings.coordinator is not None:
+        assert settings.num_processes is not None and settings.process_id is not None
+        try:
+            roll_call(
+                settings.coordinator,
+                settings.num_processes,
+                settings.process_id,
+                settings.start_timeout,
+            )
+        except RollCallError as error:
+            _print_error(f"{waited}: {error}")
+            sys.exit(START_AGAIN)
     message = (
-        f"waited {settings.start_timeout} seconds (--start_timeout) for all processes to meet at "
-        f"the coordinator {where}: see that process 0 runs, that its port can be reached from "
-        f"here, and that all {settings.num_processes or ''} processes were started."
+        f"{waited} to meet at the coordinator {settings.coordinator or 'that was detected'}: see "
+        "that process 0 runs, that its port can be reached from here, and that all were started."
     )
     # JAX aborts the process after its own time-out
     limit = threading.Timer(settings.start_timeout, _give_up, [message])
@@ -101,8 +113,12 @@ def start(settings: ProcessSettings) -> None:
         limit.cancel()
 
 
-def _give_up(message):
+def _print_error(message):
     print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def _give_up(message):
+    _print_error(message)
     os._exit(START_AGAIN)
 
 
