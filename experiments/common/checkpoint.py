@@ -1,9 +1,10 @@
 """Checkpoints of a run: what is written, what is kept, and what is refused on the way back.
 
-A run's folder holds `run.json` (settings, vocabulary, format) and `checkpoints/<phase>/<step>/`
-with three items: `state` (flat names of leaves, such as `params/encoder/kernel`, to arrays), `data`
-(state of the batch iterator) and `meta` (settings, vocabulary, format, evaluations so far). The two
-newest and the best checkpoints of a phase are kept.
+A run's folder holds `run.json` (settings, vocabulary, format) and, if they are not elsewhere,
+`checkpoints/<phase>/<step>/` with three items: `state` (flat names of leaves, such as
+`params/encoder/kernel`, to arrays), `data` (state of the batch iterator) and `meta` (settings,
+vocabulary, format, evaluations so far). The two newest and the best checkpoints of a phase are
+kept.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from experiments.common.optimizer import leaf_names
 from experiments.common.record import read_json, write_json
@@ -90,21 +92,39 @@ def check_description(
 class Checkpoints:
     """The checkpoints of one phase, written in the background by Orbax."""
 
-    def __init__(self, folder: pathlib.Path):
-        """Open or make the folder; unfinished checkpoints of a killed process are cleaned up."""
-        self.folder = folder.absolute()
+    def __init__(self, folder: str | pathlib.Path):
+        """Open or make the folder; unfinished checkpoints of a killed process are cleaned up.
+
+        Args:
+            folder: or a bucket path, `gs://...`.
+
+        Raises:
+            CheckpointError: if a bucket cannot be reached.
+        """
+        path = epath.Path(folder)
+        # bucket paths are absolute
+        self.folder = path if path.is_absolute() else path.absolute()
         self._keep = _LatestAndBest()
-        self._manager = ocp.CheckpointManager(
-            self.folder,
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "data": ocp.JsonCheckpointHandler(),
-                "meta": ocp.JsonCheckpointHandler(),
-            },
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=self._keep, cleanup_tmp_directories=True
-            ),
-        )
+        try:
+            self._manager = ocp.CheckpointManager(
+                self.folder,
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "data": ocp.JsonCheckpointHandler(),
+                    "meta": ocp.JsonCheckpointHandler(),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=self._keep, cleanup_tmp_directories=True
+                ),
+            )
+        except Exception as error:
+            if "://" not in str(folder):
+                raise
+            raise CheckpointError(
+                f"checkpoint_dir: {folder} cannot be opened; see that gcsfs is installed (pip "
+                "install 'lowrank-attn[gcs]'), the bucket exists, and this machine may write to "
+                f"it. ({type(error).__name__}: {str(error)[:300]})"
+            ) from error
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint."""
@@ -145,7 +165,8 @@ class Checkpoints:
                 another shape or dtype; every such leaf is named with what was expected and found.
         """
         try:
-            found = self._manager.item_metadata(step)["state"].tree
+            # not by the manager: in a bucket it takes these items for those that it wrote last
+            found = ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / "state").tree
         except Exception as error:
             raise self._damaged(step, error) from error
         expected = _flat(like)

@@ -36,6 +36,11 @@ class LoopSettings(ProcessSettings):
     checkpoint_seconds: float = setting(
         300.0, "seconds between checkpoints", group="loop", changes_result=False
     )
+    checkpoint_dir: str | None = setting(
+        None, "folder or bucket (gs://...) of the checkpoints of this run, which all processes "
+        "share; default: in the folder of the run, which is then what they share",
+        group="loop", changes_result=False,
+    )  # fmt: skip
     aot: str | None = setting(
         None, "TPU slice such as v5e:4x4: compile a step for it, report on it, and end",
         group="loop", changes_result=False,

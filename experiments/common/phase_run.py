@@ -69,7 +69,8 @@ class PhaseRun:
             int(jax.random.bits(order_key)),
             own_rows(phase.batch_size, mesh),
         )
-        self.checkpoints = Checkpoints(run_dir / "checkpoints" / phase.name)
+        checkpoints = settings.checkpoint_dir or str(run_dir / "checkpoints")
+        self.checkpoints = Checkpoints(f"{checkpoints}/{phase.name}")
         self.saved_step = self.checkpoints.latest_step()
         if self.saved_step is None:
             say(f"{phase.name}: no checkpoint yet, starting at step 0 of {phase.steps}")

@@ -72,10 +72,11 @@ def train(
     run_dir = pathlib.Path(run_dir).absolute()
     description = describe(config, vocabulary)
     with first_alone("open_run"):
-        if not is_first() and not (run_dir / "run.json").exists():
+        shared = is_first() or settings.checkpoint_dir or (run_dir / "run.json").exists()
+        if not shared:
             raise CheckpointError(
                 f"run_dir={run_dir} of process {jax.process_index()} is not that of process 0: all "
-                "processes need one folder, on storage that they share."
+                "processes need one folder, on storage that they share, or --checkpoint_dir there."
             )
         started = open_run(run_dir, description)
     params, seconds = None, 0.0
