@@ -87,6 +87,19 @@ def test_training_over_a_mesh_is_that_of_one_device(tmp_path):
             assert row == pytest.approx(other, rel=1e-4)
 
 
+def test_parameters_restored_by_fewer_devices_are_the_same_bits(tmp_path):
+    found = [
+        json.loads(python("tests/restore_forms.py", tmp_path, str(step), mesh, devices=devices))
+        for step, (devices, mesh) in enumerate(
+            [(8, "fsdp=4,tensor=2"), (4, "fsdp=2,tensor=2"), (1, "data=1"), (8, "data=4,tensor=2")],
+            start=1,
+        )
+    ]
+    digests, devices, cuts = zip(*found)
+    assert devices == (8, 4, 1, 8) and len(set(digests)) == 1
+    assert all("('tensor', 'fsdp')" in cut for cut in cuts[:2])
+
+
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [

@@ -1,5 +1,6 @@
 """Several real processes on one machine: against one process, killed, stopped, and left alone."""
 
+import concurrent.futures
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from test_training import CURVES, wait_for_rows
+from test_training import CURVES, wait_for, wait_for_rows
 from toy_run import ROOT, ToyConfig, ToySource
 
 from experiments.common import plot
@@ -24,14 +25,28 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(run_dir, count, *arguments, only=None):
-    """So many processes of one toy run."""
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """A test that fails leaves no process behind."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.communicate()
+
+
+def start(run_dir, count, *arguments, only=None, apart=False):
+    """So many processes of one toy run, in one folder or in folders of their own."""
     port = free_port()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return [
+    started = [
         subprocess.Popen(
             [
-                sys.executable, ROOT / "tests" / "toy_run.py", f"--run_dir={run_dir}",
+                sys.executable, ROOT / "tests" / "toy_run.py",
+                f"--run_dir={run_dir}{i if apart else ''}",
                 f"--coordinator=localhost:{port}", f"--num_processes={count}", f"--process_id={i}",
                 *arguments,
             ],
@@ -42,15 +57,15 @@ def start(run_dir, count, *arguments, only=None):
         )
         for i in (range(count) if only is None else [only])
     ]  # fmt: skip
+    STARTED.extend(started)
+    return started
 
 
 def outputs(processes):
     """(exit code, standard output, standard error) of each."""
-    found = []
-    for process in processes:
-        out, err = process.communicate(timeout=600)
-        found.append((process.returncode, out, err))
-    return found
+    with concurrent.futures.ThreadPoolExecutor(len(processes)) as pool:  # a full pipe stops all
+        written = list(pool.map(lambda process: process.communicate(timeout=600), processes))
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, written)]
 
 
 def assert_close_curves(run_dir, expected_dir):
@@ -97,6 +112,26 @@ def test_killed_process_then_the_same_command_then_one_process(one_process, tmp_
 
 
 @pytest.mark.slow
+def test_four_processes_one_killed_while_all_save(tmp_path):
+    """The checkpoint that was not complete counts for nothing; the one before it does."""
+    rows = "--batch_size=8"
+    alone, together = tmp_path / "one", tmp_path / "four"
+    ((code, _, err),) = outputs(start(alone, 1, rows))
+    assert code == 0, err
+    folder = together / "checkpoints" / "pretrain"
+    started = start(together, 4, rows, "--checkpoint_every=4", "--delay=0.02", "--save_delay=3")
+    wait_for(started[0], lambda: list(folder.glob("12.*")))
+    started[0].kill()  # the others would know of another one only after a while
+    codes = [code for code, _, _ in outputs(started)]
+    assert codes[0] == -signal.SIGKILL and not {*codes[1:]} & {0, 1, 2}
+    assert (folder / "8").exists() and not (folder / "12").exists()
+    found = outputs(start(together, 4, rows))
+    assert [code for code, _, _ in found] == [0] * 4, found
+    assert "pretrain: continuing, step 8" in found[0][2]
+    assert_close_curves(together, alone)
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_step(one_process, tmp_path):
     first, second = started = start(tmp_path, 2, "--delay=0.02")
     wait_for_rows(first, tmp_path / "pretrain_train.csv", 6)
@@ -111,13 +146,18 @@ def test_a_signal_to_one_process_stops_all_at_one_step(one_process, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process_id", [0, 1])
-def test_others_that_do_not_come(tmp_path, process_id):
+@pytest.mark.parametrize(
+    ("process_id", "message"),
+    [(0, r"process 1 of 2 did not come to"), (1, r"process 1 did not reach process 0 at")],
+)
+def test_others_that_do_not_come(tmp_path, process_id, message):
     (process,) = start(tmp_path, 2, "--start_timeout=4", only=process_id)
     begun = time.monotonic()
     code, _, err = outputs([process])[0]
     assert code == START_AGAIN and time.monotonic() - begun < 60
-    assert "waited 4 seconds (--start_timeout) for all processes to meet at the coordinator" in err
+    assert re.search(
+        rf"waited 4 seconds \(--start_timeout\) for all processes: {message} localhost:", err
+    )
 
 
 @pytest.mark.parametrize(

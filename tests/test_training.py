@@ -1,6 +1,7 @@
 """The training loop: interrupted, continued, and what it hands over."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -44,8 +45,13 @@ def start_toy(run_dir, *arguments, **environment):
 
 def wait_for_rows(process, path, rows):
     """Until a CSV file has so many rows."""
+    wait_for(process, lambda: path.exists() and path.read_text().count("\n") > rows)
+
+
+def wait_for(process, happened):
+    """Until something has happened while the process runs."""
     deadline = time.monotonic() + 120
-    while not path.exists() or path.read_text().count("\n") <= rows:
+    while not happened():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -152,7 +158,9 @@ def test_complete_run_says_so_and_still_gives_its_result(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "finetune: already complete, step 16 of 16" in err
     assert again._replace(params=None, seconds=0) == first._replace(params=None, seconds=0)
-    assert again.seconds >= first.seconds - 0.5
+    saved = tmp_path.glob("checkpoints/*/*/meta/metadata")
+    seconds = {path.parts[-4]: json.loads(path.read_text())["seconds"] for path in sorted(saved)}
+    assert set(seconds) == {"pretrain", "finetune"} and again.seconds >= sum(seconds.values()) > 0
     jax.tree.map(np.testing.assert_array_equal, again.params, first.params)
     assert curves == {name: (tmp_path / name).read_bytes() for name in CURVES}
     in_process = evaluate.evaluate(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 from experiments.common import flags, optimizer, processes, train
 
@@ -33,7 +34,9 @@ class ToyConfig(train.LoopSettings):
     width: int = flags.setting(8, "size of the embedding", group="model")
     pool: str = flags.setting("mean", "pooling", group="model", choices=("mean", "max"))
     run_dir: str = flags.setting("", "folder of the run", changes_result=False)
+    batch_size: int = flags.setting(6, "rows per step")
     delay: float = flags.setting(0.0, "seconds per example", changes_result=False)
+    save_delay: float = flags.setting(0.0, "seconds of a save", changes_result=False)
 
 
 class ToySource:
@@ -99,7 +102,7 @@ def toy_phases(config):
         return train.Phase(
             name=name,
             steps=steps,
-            batch_size=6,
+            batch_size=config.batch_size,
             source=ToySource(50, 0, config.delay),
             init=init,
             loss_fn=loss_fn,
@@ -157,8 +160,29 @@ def pretrain_only(config, **changes):
     return [dataclasses.replace(toy_phases(config)[0], **changes)]
 
 
+@dataclasses.dataclass
+class Late:
+    """What Orbax waits for before a checkpoint is complete."""
+
+    seconds: float
+
+    def result(self, timeout=None):
+        time.sleep(self.seconds)
+
+
+def slow_down_saves(seconds):
+    write = ocp.JsonCheckpointHandler.async_save
+
+    async def write_slowly(self, *args, **kwargs):
+        return [*(await write(self, *args, **kwargs) or ()), Late(seconds)]
+
+    ocp.JsonCheckpointHandler.async_save = write_slowly
+
+
 def main(argv):
     config = flags.parse(ToyConfig, argv)
+    if config.save_delay:
+        slow_down_saves(config.save_delay)
     processes.start(config)
     done = run_toy(config, config.run_dir)
     print(done.best_step, done.best, done.last)
