@@ -10,8 +10,11 @@ from conftest import assert_close
 from decoder_cases import write_published
 from llama_cases import LLAMA, llama_weights
 
-from experiments import linearise, lm
+from experiments import heads, linearise, lm
+from experiments.common.tokenizer import load_tokenizer
 from experiments.linearise_fit import LayerFitter, first_sample
+from experiments.text_data.rows import Rows
+from experiments.text_data.shards import load_text
 from lowrank_attn.convert import with_kernel
 from lowrank_attn.models.folder import build, load_decoder
 
@@ -59,6 +62,30 @@ def test_a_fit_lowers_the_error_of_a_layer(folder):
     x, _ = teacher.hidden(tokens)
     last = fitter.next_sample(1, sample).x
     assert_close(teacher.norm(last), x)
+
+
+def test_heads_that_are_written_give_the_outputs_of_the_model(folder, tmp_path):
+    settings = {
+        "data": str(folder / "text"), "tokenizer": "bytes", "validation_share": 0.2,
+        "cache_dir": str(folder / "cache"),
+    }  # fmt: skip
+    heads.main([
+        "heads", f"--checkpoint={folder / 'llama'}", "--length=9",
+        f"--out={tmp_path / 'heads.npz'}",
+        *(f"--{name}={value}" for name, value in settings.items()),
+    ])  # fmt: skip
+    q, k, v = (np.load(tmp_path / "heads.npz")[name] for name in "qkv")
+    model = build(*linearise.read_teacher(str(folder / "llama"))[:2])
+    H = q.shape[0] // len(model.blocks)
+    assert q.shape == k.shape == v.shape == (2 * H, 9, q.shape[2])
+    scores = np.einsum("htd,hsd->hts", q[:H], k[:H]) / q.shape[2] ** 0.5
+    weights = jax.nn.softmax(np.where(np.tri(9), scores, -np.inf))
+    y = np.einsum("hts,hsp->thp", weights, v[:H])
+    text = load_text(heads.Config(**settings), load_tokenizer("bytes"))
+    tokens = Rows(text.splits["validation"], 9, 1)[0]["tokens"]
+    block = model.blocks[0]
+    x = model.embedding(tokens[None].astype(int))
+    assert_close(block.mixer.out(y[None]), block.mixer(block.mixer_norm(x))[0])
 
 
 @pytest.mark.slow
