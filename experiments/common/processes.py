@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ class ProcessSettings:
                 f"coordinator={self.coordinator!r} with num_processes={self.num_processes}, "
                 f"process_id={self.process_id}: expected all three or none of them."
             )
-        if self.coordinator is not None and ":" not in self.coordinator:
+        if self.coordinator is not None and not re.fullmatch(r".+:\d+", self.coordinator):
             raise ValueError(f"coordinator={self.coordinator!r}, expected host:port.")
         if self.num_processes is not None and not 0 <= (self.process_id or 0) < self.num_processes:
             raise ValueError(
@@ -76,7 +77,6 @@ def start(settings: ProcessSettings) -> None:
     """
     if not settings.distributed and settings.coordinator is None:
         return
-    waited = f"waited {settings.start_timeout} seconds (--start_timeout) for all processes"
     if settings.coordinator is not None:
         assert settings.num_processes is not None and settings.process_id is not None
         try:
@@ -87,11 +87,14 @@ def start(settings: ProcessSettings) -> None:
                 settings.start_timeout,
             )
         except RollCallError as error:
-            _print_error(f"{waited}: {error}")
+            _print_error(
+                f"the processes did not meet (--start_timeout={settings.start_timeout}): {error}"
+            )
             sys.exit(START_AGAIN)
     message = (
-        f"{waited} to meet at the coordinator {settings.coordinator or 'that was detected'}: see "
-        "that process 0 runs, that its port can be reached from here, and that all were started."
+        f"waited {settings.start_timeout} seconds (--start_timeout) for all processes to meet at "
+        f"the coordinator {settings.coordinator or 'that was detected'}: see that process 0 runs, "
+        "that its port can be reached from here, and that all were started."
     )
     # JAX aborts the process after its own time-out
     limit = threading.Timer(settings.start_timeout, _give_up, [message])
