@@ -31,7 +31,7 @@ class Config(TextSettings):
     out: str = setting("heads.npz", "file to write")
 
 
-def heads(model: Decoder, tokens: np.ndarray, eot: int) -> dict[str, np.ndarray]:
+def heads(model: Decoder, tokens: np.ndarray, eot: int) -> tuple[np.ndarray, ...]:
     """Arrays q, k, v [layers * heads, T, D] for tokens [T]; keys that heads share are repeated."""
     sample = first_sample(model, tokens[None], eot)
     x, segments, at = sample
@@ -46,7 +46,7 @@ def heads(model: Decoder, tokens: np.ndarray, eot: int) -> dict[str, np.ndarray]
     for block in model.blocks:
         projected, x = layer(block, x)
         found.append([np.moveaxis(np.asarray(y[0], np.float32), 1, 0) for y in projected])
-    return {name: np.concatenate(each) for name, each in zip("qkv", zip(*found, strict=True))}
+    return tuple(np.concatenate(each) for each in zip(*found, strict=True))
 
 
 def run(config: Config) -> None:
@@ -60,11 +60,11 @@ def run(config: Config) -> None:
     tokenizer.check_fits(decoder.vocab_size)
     text = load_text(config, tokenizer)
     row = Rows(text.splits["validation"], config.length, 1)[0]
-    arrays = heads(build(decoder, params), row["tokens"], text.eot)
+    q, k, v = heads(build(decoder, params), row["tokens"], text.eot)
     out = pathlib.Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(out, **arrays)
-    print(f"{out}: {len(arrays['q'])} heads of {arrays['q'].shape[1:]}", file=sys.stderr)
+    np.savez(out, q=q, k=k, v=v)
+    print(f"{out}: {len(q)} heads, {q.shape[1]} tokens, D = {q.shape[2]}", file=sys.stderr)
 
 
 def main(argv: list[str]) -> None:
