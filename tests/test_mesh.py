@@ -87,6 +87,7 @@ def test_training_over_a_mesh_is_that_of_one_device(tmp_path):
             assert row == pytest.approx(other, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_parameters_restored_by_fewer_devices_are_the_same_bits(tmp_path):
     found = [
         json.loads(python("tests/restore_forms.py", tmp_path, str(step), mesh, devices=devices))
