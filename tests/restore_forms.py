@@ -8,7 +8,6 @@ of their values, the number of devices, and how they are cut.
 
 import hashlib
 import json
-import pathlib
 import sys
 
 import jax
@@ -25,7 +24,7 @@ def main(folder, step, mesh):
     mesh = make_mesh(mesh)
     params = nnx.state(SMALL.make(rngs=nnx.Rngs(int(step))), nnx.Param)
     state = jax.device_put(params, parallel.shardings(params, mesh))
-    checkpoints = Checkpoints(pathlib.Path(folder))
+    checkpoints = Checkpoints(folder)
     if checkpoints.latest_step() is not None:
         state = checkpoints.restore(int(step) - 1, state)
     checkpoints.save(int(step), state, {}, {}, None)

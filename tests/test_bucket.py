@@ -5,7 +5,7 @@ import sys
 import urllib.request
 
 import pytest
-from test_processes import free_port, outputs, start
+from test_processes import free_port, nothing_is_left, outputs, start  # noqa: F401, a fixture
 from test_training import wait_for, wait_for_rows
 from toy_run import ROOT
 

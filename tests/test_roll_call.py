@@ -1,6 +1,7 @@
 """The roll call of processes, by threads: who is missing, who comes late, twice, or again."""
 
 import concurrent.futures
+import contextlib
 import socket
 import threading
 import time
@@ -52,6 +53,23 @@ def test_a_port_that_is_taken():
         port = other.getsockname()[1]
         with pytest.raises(RollCallError, match=f"process 0 cannot listen on localhost:{port}: "):
             roll_call(f"localhost:{port}", 2, 0, 1.0)
+
+
+def test_a_run_that_has_begun():
+    """What listens there is JAX then, whose bytes are no text."""
+    with socket.create_server(("", 0)) as other:
+
+        def talk():
+            with contextlib.suppress(OSError):
+                while True:
+                    with other.accept()[0] as caller:
+                        caller.recv(16)
+                        caller.sendall(b"\x00\x00\xff\x80\n")
+
+        threading.Thread(target=talk, daemon=True).start()
+        with pytest.raises(RollCallError, match="process 1 did not reach .* holds no roll call"):
+            roll_call(f"localhost:{other.getsockname()[1]}", 2, 1, 1.0)
+        other.shutdown(socket.SHUT_RDWR)
 
 
 def test_strangers_and_processes_that_come_again():

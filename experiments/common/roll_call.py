@@ -11,6 +11,7 @@ import socket
 import time
 
 _ALL_HERE = "all here"
+_ANSWER = "roll call: "  # what comes before an outcome, to know it from what others say
 
 
 class RollCallError(RuntimeError):
@@ -72,7 +73,7 @@ def _call(coordinator: str, port: int, num_processes: int, deadline: float) -> N
                         selector.unregister(ready)
         for caller in here:
             with contextlib.suppress(OSError):
-                caller.sendall(outcome.encode() + b"\n")
+                caller.sendall(f"{_ANSWER}{outcome}\n".encode())
     if outcome != _ALL_HERE:
         raise RollCallError(outcome)
 
@@ -86,14 +87,15 @@ def _answer(address: tuple[str, int], coordinator: str, number: int, deadline: f
                 connection.sendall(f"{number}\n".encode())
                 # process 0 may have begun to wait a little later
                 connection.settimeout(left + 10)
-                outcome = connection.makefile().readline().strip()
+                answer = connection.makefile(errors="replace").readline().strip()
         except OSError as error:
             reason = str(error)
-            outcome = ""
-        if outcome == _ALL_HERE:
-            return
-        if outcome:
-            raise RollCallError(outcome)
+        else:
+            if answer == _ANSWER + _ALL_HERE:
+                return
+            if answer.startswith(_ANSWER):
+                raise RollCallError(answer.removeprefix(_ANSWER))
+            reason = "what answers there holds no roll call; the others may have begun without it"
         time.sleep(0.2)
     raise RollCallError(f"process {number} did not reach process 0 at {coordinator}: {reason}.")
 
